@@ -2,6 +2,7 @@
 
 python scripts/record_results.py variance growth --jobs 16    run these experiments; JSON and plots go to docs/results
 python scripts/record_results.py                              draw every recorded result again
+python scripts/record_results.py demo                         record the two runs that `attnscale explore` plays back
 
 Then `make generated` writes the results into docs/results/index.md.
 """
@@ -17,8 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from attnscale.lab.demo import HEAD_DIM, STEPS, TASK
+from attnscale.theory import critical_spread
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
+ON_PAGE = ROOT / "src" / "attnscale" / "show" / "templates" / "explore" / "recorded.json"
+SLOTS = {"scaled by 1/√d_k": "inverse_sqrt", "unscaled": "unscaled"}  # of the page's columns, by run of the demo
 CELLS = ROOT / "build" / "lab"  # finished cells stay there, so a run that was stopped resumes
 # Okabe and Ito's colours, which colour-blind readers can tell apart; dashes tell curves apart in print.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#777777")
@@ -38,6 +44,43 @@ def record(name: str, options: list[str]) -> None:
     result["settings"] |= {"command": " ".join(["attnscale", *command]), "seconds": seconds}
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     (RESULTS / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+def record_for_page(*, demo: bool) -> None:
+    """Write what the page of `attnscale explore` shows of recorded results: the demo's runs, and loss against κ."""
+    found = json.loads(ON_PAGE.read_text(encoding="utf-8")) if ON_PAGE.exists() else {}
+    if demo:
+        command = [sys.executable, "-m", "attnscale", "demo", "--json", "--html", str(ROOT / "build" / "demo.html")]
+        run = subprocess.run(command, check=True, capture_output=True, text=True)
+        found["demo"] = condensed(json.loads(run.stdout))
+    kappa = json.loads((RESULTS / "kappa.json").read_text(encoding="utf-8"))
+    curves = [
+        {"head_dim": int(curve["name"].split()[-1]), **{name: curve[name] for name in ("x", "y", "low", "high")}}
+        for curve in kappa["plots"][0]["curves"]
+    ]
+    found["kappa"] = {"command": kappa["settings"]["command"], "curves": curves}
+    text = json.dumps(found, ensure_ascii=False, separators=(",", ":")).replace("},{", "},\n{")
+    ON_PAGE.write_text(text + "\n", encoding="utf-8")
+
+
+def condensed(twins: dict[str, Any]) -> dict[str, Any]:
+    """Return losses and spreads of the demo's runs, with four digits."""
+    runs = {}
+    for run in twins["runs"]:
+        spreads = []
+        for each in run["records"]:
+            heads = [spread for layer in each["layers"].values() for spread in layer["spread"]]
+            spreads.append([each["step"], _short(sum(heads) / len(heads))])
+        runs[SLOTS[run["name"]]] = {"loss": [[step, _short(loss)] for step, loss in run["losses"]], "spread": spreads}
+    return {
+        "head_dim": HEAD_DIM, "steps": STEPS, "runs": runs,
+        "guessing": _short(twins["settings"]["loss of guessing a value of the sequence"]),
+        "critical": _short(critical_spread(2 * TASK.pairs * TASK.rounds - 1)),
+    }  # fmt: skip
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def digest(plot: dict[str, Any]) -> str:
@@ -102,7 +145,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="experiments to run; other options go to attnscale lab")
     arguments, options = parser.parse_known_args()
     for name in arguments.names:
-        record(name, options)
+        if name != "demo":
+            record(name, options)
+    record_for_page(demo="demo" in arguments.names)
     for old in (RESULTS / "plots").glob("*.svg"):
         old.unlink()
     for path in sorted(RESULTS.glob("*.json")):

@@ -16,9 +16,10 @@ from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.verdict import worst_code
 from attnscale.lab.demo import TwinRun, Twins
 from attnscale.loading import Request
-from attnscale.show.demo import show_twins
-from attnscale.show.live_table import NOT_JUDGED, LiveTable
+from attnscale.show.lab import show_twins
+from attnscale.show.live_table import LiveTable
 from attnscale.show.report import report_page
+from attnscale.show.tables import NO_ALARM
 from attnscale.show.text import place
 from attnscale.train.record import LayerRecord, Record
 from attnscale.watching import Layer
@@ -162,7 +163,7 @@ def test_the_demo_and_the_table_of_a_run_use_the_same_words(capsys, monkeypatch)
     for name, word in audit.words.items():
         assert f"{name} {word}" in shown  # of the demo
         (row,) = (row.split() for row in shown.splitlines() if row.split()[:1] == [name])  # of the run
-        assert row[-1] == (word if worst_code(name, audit.findings) else NOT_JUDGED)
+        assert row[-1] == (word if worst_code(name, audit.findings) else NO_ALARM)
 
 
 def test_heads_that_cannot_be_told_are_counted_in_the_conclusion():

@@ -76,7 +76,7 @@ def test_nan_weights_are_a_finding_and_no_bad_input():
         ([f"{BROKEN}too_large"], "Out of memory: could not run"),
         ([f"{BROKEN}nothing"], "Could not make the model"),
         (["nowhere/at/all"], ".*: no such file or folder."),
-        (["--rows", "0"], "Expected --rows of at least 1, got 0."),
+        (["--rows", "0"], "Invalid value for '--rows': .*; run 'attnscale check --help'"),
         (["--length", "1"], "Expected --length from 2 to 1,048,576, got 1."),
         (["--device", "tpu"], "Expected a device that this machine has"),
         (["--text", "nowhere.txt"], "Could not read nowhere.txt"),
@@ -204,19 +204,6 @@ def test_a_name_that_is_code_stays_a_name_everywhere(page):
     _, out, _ = check(f"{BROKEN}coloured")
     assert "\x1b" not in out
     assert "red[bold]" in out
-
-
-def test_scripts_are_allowed_by_the_hash_of_what_they_hold(page):
-    import base64
-    import hashlib
-
-    written = page("healthy")
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', written)[1].replace("&#39;", "'")
-    scripts = re.findall(r"<script>(.*?)</script>", written, re.DOTALL)
-    assert len(scripts) == 1
-    for script in scripts:
-        digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode()
-        assert f"'sha256-{digest}'" in policy
 
 
 def test_templates_and_transformers_load_only_when_used():

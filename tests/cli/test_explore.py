@@ -50,6 +50,25 @@ def test_where_no_browser_opens_it_says_so(monkeypatch, tmp_path):
     assert "open the page yourself" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("view", "sentence"),
+    [
+        ("d=abc", "Expected a number from 1 to 1,024 for d in --view, got 'abc'."),
+        ("scores=1&n=nan", "Expected a number from 2 to 1,048,576 for n in --view, got 'nan'."),
+        ("q=11", "Expected a number from 0.1 to 10.0 for q in --view, got '11'."),
+        ("seed=", "Expected a number from 1 to 9,999 for seed in --view, got ''."),
+        ("rule=none", "Unknown rule 'none' in --view. Expected one of: inverse_dim, "),
+        ("depth=3", "Unknown setting 'depth' in --view. Expected one of: d, n, "),
+    ],
+)
+def test_a_view_that_the_page_cannot_show_is_refused(opened, tmp_path, view, sentence):
+    error = run("--out", tmp_path / "page.html", "--view", view).exception
+    assert isinstance(error, SettingError)
+    assert str(error).startswith(sentence)
+    assert not (tmp_path / "page.html").exists()
+    assert opened == []
+
+
 def test_a_view_is_part_of_the_address(opened, tmp_path):
     view = "d=64&rule=inverse_dim&scores=14, 10, 12&k=2.5"
     assert run("--out", tmp_path / "page.html", "--view", view).exit_code == 0

@@ -40,17 +40,6 @@ def test_a_closed_output_is_told_in_one_sentence(command):
 
 
 @posix
-def test_what_cannot_be_told_on_stderr_changes_no_status():
-    assert shell("$attnscale predict 2>&-").returncode == 0
-    assert shell("$attnscale predict --heads 7 2>&-").returncode == 2
-
-
-@needs_full
-def test_a_full_stderr_changes_no_status():
-    assert shell(f"$attnscale predict --heads 7 2> {FULL}").returncode == 2
-
-
-@posix
 def test_a_reader_that_left_is_no_finding():
     result = shell(f"{{ $attnscale check {BROKEN}; echo status $? >&2; }} | true")
     assert result.stderr == f"status {CLOSED_PIPE}\n"

@@ -119,12 +119,12 @@ def test_a_small_head_starts_below_the_critical_spread_and_torch_has_its_threads
     ("arguments", "said"),
     [
         (["--head-dim", "7"], "Expected an even --head-dim"),
-        (["--steps", "1"], "Expected --steps from 2 to"),
-        (["--head-dim", "100000000"], "Expected --head-dim from 2 to 4096"),
-        (["--seed", str(2**70)], "Expected --seed from 0 to"),
+        (["--steps", "1"], "Invalid value for '--steps'"),
+        (["--head-dim", "100000000"], "Invalid value for '--head-dim'"),
+        (["--seed", str(2**70)], "Invalid value for '--seed'"),
         (["--html", "."], "is a folder"),
     ],
 )
 def test_bad_input_is_refused_before_training(arguments, said):
     run = CliRunner().invoke(app, ["demo", *arguments])
-    assert said in str(run.exception)
+    assert said in f"{run.exception} {run.output}"

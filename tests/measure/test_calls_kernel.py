@@ -17,7 +17,7 @@ from .oracle import assert_stats
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
-from attnscale.measure.cuda import attention, probe, sampled
+from attnscale.measure.cuda import attention, sampled
 
 batch, heads, kv_heads, q_len, kv_len, head_dim = 2, 6, 2, 37, 53, 16
 
@@ -95,10 +95,10 @@ def test_a_probe_writes_statistics_and_lengths_to_a_buffer(case):
     mask = ~hidden[:, None, None, :] if case in ("mask", "padding") else None
     padding = hidden if case == "padding" else None
     table, lengths = torch.full((heads, TABLE), torch.nan, dtype=torch.float64), torch.zeros(2, 3, heads).double()
-    found = probe.probe(
+    found = sampled.probe(
         call.query, call.key, mask, padding, None if mask is None else hidden, 0.3, case == "causal", 64, table, lengths
     )
-    assert found.found.table is table
+    assert found.table is table
     assert table[:, :-3].isfinite().all()
     planned = design(64, kv_len, batch, case != "plain")
     rows = planned.sample(planned.stratum).positions.shape[-1] * batch
@@ -122,7 +122,7 @@ def test_a_probe_writes_statistics_and_lengths_to_a_buffer(case):
 def test_a_probe_leaves_to_others_what_has_few_rows():
     call = call_of(Visibility(), 5)
     nothing = torch.empty(0)
-    assert probe.probe(call.query, call.key, None, None, None, 0.3, False, 64, nothing, nothing) is None
+    assert sampled.probe(call.query, call.key, None, None, None, 0.3, False, 64, nothing, nothing) is None
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -5,7 +5,7 @@ import torch
 
 import attnscale
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.probe import probe
+from attnscale.measure.cuda.sampled import probe
 from attnscale.measure.largest import raise_largest_
 from attnscale.measure.pooled import TABLE
 from attnscale.probes.calls import score_bound

@@ -80,6 +80,15 @@ def test_a_model_of_flex_attention_is_traced_at_sampled_steps_and_that_is_told()
     assert second == pytest.approx(first, rel=1e-4)
 
 
+class InTurn(Model):
+    """No loop over layers."""
+
+    def forward(self, given):
+        x = self.embedding(given)
+        x = x + self.layers[0](x)
+        return self.head(x + self.layers[1](x))
+
+
 def test_the_numbers_are_those_of_an_eager_run():
     def make():
         return Model(fused, biased, plain, by_exponentials)
@@ -96,9 +105,10 @@ def test_the_numbers_are_those_of_an_eager_run():
     assert not any(layer.uncompiled for layer in expected[0].layers.values())  # all of it was traced
 
 
-def test_sampled_and_plain_steps_alternate_with_no_further_compilation():
-    model, other = Model(fused, biased), Model(fused, biased)
-    run, graphs = each_layer(model), []
+@pytest.mark.parametrize("way", [each_layer, lambda model: torch.compile(model, backend="aot_eager")])
+def test_sampled_and_plain_steps_alternate_with_no_further_compilation(way):
+    model, other = InTurn(fused, biased), InTurn(fused, biased)
+    run, graphs = way(model), []
     monitor = Monitor(model, every=2)
     with pytest.warns(NotInsideWarning):
         losses = train(model, run, 7, after=lambda: (monitor.step(), graphs.append(counters["stats"]["unique_graphs"])))
@@ -106,14 +116,14 @@ def test_sampled_and_plain_steps_alternate_with_no_further_compilation():
     assert graphs[0] == 0  # followed
     assert graphs[1] < graphs[2]  # plain; sampled
     assert len(set(graphs[2:])) == 1
-    assert torch.equal(train(other, each_layer(other), 7), losses)
+    assert torch.equal(train(other, way(other), 7), losses)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert {type(module) for module in model.modules()} == {type(module) for module in other.modules()}
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_graph_that_holds_other_modules_is_not_cut(fullgraph):
-    model, records = Model(fused, biased), []
+@pytest.mark.parametrize(("kind", "fullgraph"), [(InTurn, True), (Model, False)])
+def test_a_graph_that_must_not_end_is_not_cut(kind, fullgraph):
+    model, records = kind(fused, biased), []
     run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
     monitor = Monitor(model, 2, None, [records.append])
     with pytest.warns(NotInsideWarning, match="the whole model is traced, uncompiled") as warned:

@@ -1,5 +1,6 @@
 """The page of `attnscale explore` in a real browser: its numbers are the library's, its controls do what they say."""
 
+import json
 import math
 import random
 import runpy
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from attnscale import reference, theory
 from attnscale.claims import INDEX
 from attnscale.claims.computations import gradient_without_scale
+from attnscale.lab.demo import TwinTraining
 from attnscale.models import encode, load_bundled
 from attnscale.operator import attention_weights
 from attnscale.rules import get_rule
@@ -25,6 +27,7 @@ from tests.browser import A4, PHONE, sideways
 from tests.busy import held_up
 
 ROOT = Path(__file__).parents[2]
+RECORDED = json.loads((ROOT / "src/attnscale/show/templates/explore/recorded.json").read_text(encoding="utf-8"))
 EXACT = 1e-6
 STATISTICS = ("entropy_ratio", "top1", "jacobian_trace")
 OF_COLUMN = ("spread", *STATISTICS)
@@ -67,13 +70,13 @@ def show_answers(page):
     page.evaluate("document.getElementById('show-all').click()")
 
 
-def library(d, n, q, k, rule):
+def library(d, n, q, k, rule, temperature=8.0):
     """What the library says of a setting of the page."""
     variance = theory.score_variance(d, query_variance=q**2, key_variance=k**2)
     if rule == "calibrated":
         scale = theory.unit_variance_scale(variance)
     else:
-        made = get_rule({"yarn": "yarn:4"}.get(rule, rule))
+        made = get_rule({"yarn": "yarn:4", "temperature": f"temperature:{temperature!r}"}.get(rule, rule))
         scale = made(torch.empty(1, d, device="meta"), torch.empty(n, d, device="meta"))[2]
     spread = scale * math.sqrt(variance)
     expected = theory.expected_softmax(spread, n)
@@ -287,7 +290,7 @@ def test_an_initialisation_is_tried_in_the_columns(page):
     assert value(page, "inverse_sqrt-spread") == pytest.approx(0.307, abs=0.001)
 
 
-# The model
+# The model and the runs
 
 
 @pytest.mark.slow
@@ -341,6 +344,34 @@ def test_without_its_scale_the_models_maps_collapse_and_its_loss_rises(open_page
     assert "Layer 1, head 1" in page.inner_text("#map-words")
     page.fill("#sentence", "a")
     assert page.inner_text("#bytes-note") == "Type at least two letters."
+
+
+@WIDTHS
+def test_two_recorded_runs_are_played_back(open_page, path, window):
+    page = open_page(path, viewport=window)
+    page.click("#steps a[data-go=runs]")
+    page.wait_for_selector("#run-loss svg")
+    last = {slot: value(page, f"run-{slot}-loss") for slot in ("unscaled", "inverse_sqrt")}
+    assert last["inverse_sqrt"] < 0.1 < 1.2 < last["unscaled"]
+    page.locator("#run-step").fill("0")
+    first = {slot: value(page, f"run-{slot}-spread") for slot in ("unscaled", "inverse_sqrt")}
+    assert first["unscaled"] == pytest.approx(math.sqrt(128), rel=0.1)
+    assert first["inverse_sqrt"] == pytest.approx(1.0, rel=0.1)
+    page.click("#play")
+    assert page.inner_text("#play") == "Pause"
+    while int(page.input_value("#run-step")) < 5:
+        page.wait_for_timeout(50)
+    page.click("#play")
+    assert page.inner_text("#play") == "Play"
+
+
+def test_the_recorded_runs_are_the_demos():
+    training = TwinTraining(RECORDED["demo"]["head_dim"], RECORDED["demo"]["steps"])
+    steps = training.steps()
+    for number in range(2):
+        pair = next(steps)
+        for slot, step in zip(("inverse_sqrt", "unscaled"), pair.values(), strict=True):
+            assert RECORDED["demo"]["runs"][slot]["loss"][number] == [number, pytest.approx(step.loss, rel=2e-3)]
 
 
 # Addresses and links
@@ -431,7 +462,7 @@ def test_the_keyboard_alone_reaches_and_moves_everything(open_page, path):
             "(each => [each.id || each.textContent.trim() || each.value, each.type])(document.activeElement)"
         )
         reached.add(name)
-        if kind == "range":
+        if kind == "range" and name != "run-step":
             old = page.input_value(f"#{name}")
             page.keyboard.press("ArrowRight")
             assert page.input_value(f"#{name}") != old, name

@@ -6,13 +6,10 @@ from torch import nn
 
 import attnscale
 from attnscale.checking import Checked
-from attnscale.claims import Claim
-from attnscale.claims.judging import STATEMENT
 from attnscale.comparing import compare_profiles
 from attnscale.comparing.sides import profile_of
 from attnscale.show.check import show_check, show_comparison
 from attnscale.show.costs import show_costs
-from attnscale.show.ledger import show_ledger
 from attnscale.show.text import at_dots
 from tests.checking.broken import D_MODEL, Attention
 
@@ -78,15 +75,6 @@ def test_long_names_are_broken_at_dots(printed):
     sides.append(profile_of(deep(1.0), "deep", (torch.randn(3, 11, D_MODEL),), {}, None))
     text = "\n".join(printed(show_comparison, compare_profiles(*sides, 0.01)))
     assert all(part in text for part in PARTS)
-
-
-def test_words_of_the_ledger_are_whole(printed):
-    words = "depends on initialisation", "0.71 (nn.MultiheadAttention) of a characteristically long word"
-    sentence = "A sentence that says what is claimed of it."
-    claim = Claim("id", "post", "3", STATEMENT, sentence, *words, "qualified", "And a note.")
-    text = " ".join(printed(show_ledger, [claim]))
-    for word in " ".join(words).split():
-        assert word in text
 
 
 def test_times_of_a_bench_are_whole(printed):

@@ -4,6 +4,7 @@ import math
 import statistics
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,14 +13,20 @@ from attnscale.diagnose import audit, diagnose
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.lab.experiment import Curve
 from attnscale.models import CausalTransformer
-from attnscale.show.page import Page, Table, Terms, kind_of
+from attnscale.show.page import Page, Terms, kind_of
 from attnscale.show.report.check import check_report
-from attnscale.show.report.heads import concentrated_heads, critical_spreads, map_of_layers, mapped, spread_of
+from attnscale.show.report.heads import (
+    concentrated_heads,
+    critical_spreads,
+    map_of_layers,
+    mapped,
+    score_histograms,
+    spread_of,
+)
 from attnscale.show.report.lab import lab_report
-from attnscale.show.report.run import run_report
-from attnscale.show.report.twins import twins_report
+from attnscale.show.report.run import run_report, twins_report
 from attnscale.train.run import summarise
-from tests.diagnose.layers import layer_of
+from tests.diagnose.layers import layer_of, random_layer
 
 from .reports import EVIL, checked, layers_of, records, result, twins
 
@@ -36,11 +43,11 @@ def text(page: Page):
 def test_a_check_has_every_part():
     page = check_report(checked())
     assert [section.name for section in page.sections] == [
-        "layers", "heads", "critical-spread", "what-if", "method",
+        "layers", "heads", "scores", "critical-spread", "what-if", "method",
     ]  # fmt: skip
     assert list(figure(page, "head-map").views) == [statistic.long for statistic in mapped()]
     what_if = next(section for section in page.sections if section.name == "what-if").blocks[1]
-    assert what_if.columns == ("scale by", *(heading.replace("\n", " ") for heading in COLUMNS))
+    assert [column.heading for column in what_if.columns[1:]] == [heading.replace("\n", " ") for heading in COLUMNS]
     assert what_if.groups[0][1][0].current
 
 
@@ -68,10 +75,6 @@ def test_sampled_rows_show_their_errors():
     errors = stats.stderr("std_within_rows").tolist()  # NaN where the rows cannot tell it
     assert spread.errors[1] == pytest.approx([None if math.isnan(error) else error for error in errors])
     assert largest.bounds[1] == pytest.approx(stats.max_bound.tolist())
-    table = next(block for block in page.sections[-1].blocks if isinstance(block, Table))
-    errors = torch.cat([layer.stats.stderr("std_within_rows") for layer in found.audit.layers.values()])
-    errors = errors[errors.isfinite()]
-    assert table.groups[0][1][0].cells == ("spread", f"{errors.median():.3g}", f"{errors.max():.3g}")
     assert "31 sampled rows" in text(page)
     assert "no number has a sampling error" in text(check_report(checked()))
 
@@ -92,6 +95,19 @@ def test_layers_with_fewer_heads_and_heads_that_are_no_number_are_left_blank():
     view = map_of_layers("map", layers).views["spread"]
     assert view.values[0][1:] == [None, None]
     assert None not in view.values[1]
+
+
+def test_a_histogram_is_that_of_the_widest_head_beside_both_densities():
+    torch.manual_seed(0)
+    layer = random_layer(heads=2, head_dim=64, length=307, scale=3 / 8)
+    (view,) = score_histograms("scores", {"a": layer}).views.values()
+    measured, normal = (np.array(series.y) for series in view.series[:2])
+    width = view.series[0].x[1] - view.series[0].x[0]
+    assert measured.sum() * width == pytest.approx(1)
+    # normal scores: the histogram is the density, within the noise of its bins
+    assert np.abs(measured - normal).max() < 0.15 * normal.max()
+    assert "spread 3" in view.notice
+    assert "would be 1" in view.notice or "would be 0.99" in view.notice  # 1/√d_k of unit-variance components
 
 
 def test_the_critical_spread_is_that_of_the_keys_seen():

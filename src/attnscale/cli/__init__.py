@@ -1,12 +1,12 @@
 """The command line: one command per file, which imports what it needs when it runs."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from attnscale import __version__
-from attnscale.cli.arguments import UsageError, in_paragraphs, usage_sentence
+from attnscale.cli.arguments import UsageError, in_paragraphs
 from attnscale.cli.bench import bench
 from attnscale.cli.check import check
 from attnscale.cli.claims import claims
@@ -14,7 +14,7 @@ from attnscale.cli.compare import compare
 from attnscale.cli.demo import demo
 from attnscale.cli.explore import explore
 from attnscale.cli.lab import lab
-from attnscale.cli.output import OutputError, checked_streams, say, tell
+from attnscale.cli.output import CheckedOutput, OutputError, say, tell
 from attnscale.cli.predict import predict
 from attnscale.cli.rules import rules
 from attnscale.cli.watch_log import watch_log
@@ -49,8 +49,13 @@ def attnscale(
 
 def main() -> None:
     """Run the command line; bad input ends with one sentence on stderr and status 2."""
-    with checked_streams():
-        sys.exit(_status())
+    before: Any = sys.stdout
+    sys.stdout = CheckedOutput(before)
+    try:
+        status = _status()
+    finally:
+        sys.stdout = before
+    sys.exit(status)
 
 
 def _status() -> int:
@@ -60,7 +65,8 @@ def _status() -> int:
         sys.stdout.flush()
     except UsageError as error:
         if message := error.format_message():  # empty if the help was shown
-            tell(usage_sentence(message, error.ctx, getattr(error, "param", None), sys.argv))
+            command = "attnscale" if error.ctx is None else error.ctx.command_path
+            tell(f"{message.rstrip('.')}; run '{command} --help' to see what it takes.")
         return BAD_INPUT
     except AttnscaleError as error:
         tell(error)

@@ -1,7 +1,7 @@
 """Arguments of the commands: options that several share, files to read and to write, and errors in their use."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnscale.errors import SettingError
+from attnscale.extras import require_extra
 from attnscale.files import read_whole
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ MAX_TEXT = 2**26  # bytes: a model takes fewer tokens than that
 UsageError: Any = typer.BadParameter.__base__  # of typer's own click, or of the package, by typer's version
 
 Html = Annotated[Path | None, typer.Option(help="Write a report to this file, as one self-contained page.")]
-Rows = Annotated[int | None, typer.Option(help="Sample this many rows per head; by default all rows.")]
+Rows = Annotated[int | None, typer.Option(min=1, help="Sample this many rows per head; by default all rows.")]
 Text = Annotated[Path | None, typer.Option(help="Run the model on the text in this file.")]
 Data = Annotated[
     Path | None,
@@ -32,20 +33,23 @@ ModelType = Annotated[
 Base = Annotated[str | None, typer.Option(help="The base model of an adapter: a folder, or org/name.")]
 
 
-def read_input(
-    rows: int | None, text: Path | None, data: Path | None, length: int | None
-) -> "tuple[str | None, tuple[Tokens_, ...]]":
+def read_input(text: Path | None, data: Path | None, length: int | None) -> "tuple[str | None, tuple[Tokens_, ...]]":
     """Check the options above, and return the user's text and sequences. Imports no torch."""
     from attnscale.loading.request import Request, read_examples
 
-    if rows is not None and rows < 1:
-        raise SettingError(f"Expected --rows of at least 1, got {rows}.")
     if text is not None and data is not None:
         raise SettingError("Expected --text or --data, got both.")
     sequences = () if data is None else read_examples(_read_text(data))
     words = None if text is None else _read_text(text)
     Request(text=words, length=length)  # refuses what no model can run on
     return words, sequences
+
+
+def require_report(html: Path | None) -> None:
+    """Refuse a report that cannot be written, before the work and not after it."""
+    if html is not None:
+        require_extra("report", "A report")
+        require_writable(html)
 
 
 def require_writable(path: Path) -> None:
@@ -66,8 +70,8 @@ def require_writable(path: Path) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Show what is being done on stderr, if that is a terminal."""
+def progress() -> Iterator[Callable[..., None]]:
+    """Show what is being done on stderr, if that is a terminal: `report(stage, done, total)`, or the stage alone."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -75,7 +79,7 @@ def progress() -> Iterator[Callable[[str], None]]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
-        yield lambda stage: bar.update(task, description=stage)
+        yield lambda stage, done=0, total=None: bar.update(task, description=stage, completed=done, total=total)
 
 
 def in_paragraphs(docstring: str) -> str:
@@ -85,29 +89,6 @@ def in_paragraphs(docstring: str) -> str:
     'One.\\n\\nTwo lines.'
     """
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.strip().split("\n\n"))
-
-
-def usage_sentence(message: str, context: Any, parameter: Any, arguments: Sequence[str]) -> str:
-    """Return the parser's message, with the value it is about and the command that shows the help."""
-    options = getattr(parameter, "opts", ())
-    value = next((found for option in options if (found := _value_of(option, arguments)) is not None), None)
-    got = f", got {value!r}" if value is not None and value not in message else ""
-    command = "attnscale" if context is None else context.command_path
-    return f"{message.rstrip('.')}{got}; run '{command} --help' to see what it takes."
-
-
-def _value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """Return the value that follows an option, or None.
-
-    >>> _value_of("--heads", ["predict", "--heads", "many"]), _value_of("--heads", ["predict", "--heads=few"])
-    ('many', 'few')
-    """
-    for position, argument in enumerate(arguments):
-        if argument == option and position + 1 < len(arguments):
-            return arguments[position + 1]
-        if argument.startswith(f"{option}="):
-            return argument.partition("=")[2]
-    return None
 
 
 def _read_text(path: Path) -> str:

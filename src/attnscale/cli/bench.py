@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from attnscale.cli.arguments import require_writable
+from attnscale.cli.arguments import progress, require_writable
 from attnscale.cli.output import AsJson, print_json
 from attnscale.files import write_whole
 
@@ -29,10 +29,9 @@ def bench(
     """
     import json as writer
     import logging
+    from functools import partial
 
     import torch
-    from rich.console import Console
-    from rich.progress import Progress
 
     from attnscale.bench import KINDS, cases, measure_case, to_dict
     from attnscale.errors import SettingError
@@ -46,13 +45,10 @@ def bench(
     if out is not None:
         require_writable(out)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # torch's own nested tensors warn of torch
-    costs = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        wanted = cases(device, quick, kind)
-        task = progress.add_task("timing", total=len(wanted))
-        for case in wanted:
-            costs += measure_case(case, device, lambda name: progress.update(task, description=name))
-            progress.advance(task)
+    costs, wanted = [], cases(device, quick, kind)
+    with progress() as report:
+        for done, case in enumerate(wanted):
+            costs += measure_case(case, device, partial(report, done=done, total=len(wanted)))
     figures = to_dict(costs, device)
     if json:
         print_json(figures)

@@ -8,7 +8,6 @@ import typer
 
 from attnscale.cli import arguments
 from attnscale.cli.output import AsJson, print_json, tell
-from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 if TYPE_CHECKING:
@@ -70,12 +69,10 @@ def check(
 
     Example: attnscale check path/to/model --html report.html
     """
-    words, sequences = arguments.read_input(rows, text, data, length)
-    if html is not None:
-        require_extra("report", "A report")
-    for path in (html, save):
-        if path is not None:
-            arguments.require_writable(path)
+    words, sequences = arguments.read_input(text, data, length)
+    arguments.require_report(html)
+    if save is not None:
+        arguments.require_writable(save)
     with arguments.progress() as report:
         report("importing torch")
         from attnscale.checking import check_model

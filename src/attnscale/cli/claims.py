@@ -1,14 +1,10 @@
 """`attnscale claims`: recompute what articles claim about √d_k."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from attnscale.cli.output import AsJson, print_json, tell
-
-if TYPE_CHECKING:
-    from attnscale.claims import Claim
 
 
 def claims(
@@ -33,7 +29,7 @@ def claims(
     """
     from dataclasses import asdict
 
-    from attnscale.claims import INDEX, VERDICTS, changed
+    from attnscale.claims import INDEX, VERDICTS, changed, ledger
     from attnscale.errors import SettingError
 
     if verdict is not None and verdict not in VERDICTS:
@@ -45,7 +41,10 @@ def claims(
 
         print_json([asdict(worked) for worked in INDEX]) if json else show_index()
         return
-    everything = _recomputed(ids or ())
+    from rich.console import Console
+
+    with Console(stderr=True).status("recomputing"):  # nothing is drawn in a pipe
+        everything = ledger(ids or ())
     shown = [claim for claim in everything if verdict in (None, claim.verdict)]
     if json:
         print_json([asdict(claim) for claim in shown])
@@ -62,12 +61,3 @@ def claims(
         keep(everything)
         tell(f"Recorded the verdicts of {len(everything)} claims, {len(differences)} of them new, changed or gone.")
     raise typer.Exit(1 if differences and not record else 0)
-
-
-def _recomputed(ids: Sequence[str]) -> "list[Claim]":
-    from rich.console import Console
-
-    from attnscale.claims import ledger
-
-    with Console(stderr=True).status("recomputing"):  # no sign in a pipe
-        return ledger(ids)

@@ -7,7 +7,6 @@ import typer
 from attnscale.cli import arguments
 from attnscale.cli.output import AsJson, print_json, tell
 from attnscale.errors import SettingError
-from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 SIDE = (
@@ -56,10 +55,8 @@ def compare(
     """
     if (b is None) == (backends is None):
         raise SettingError("Expected two models to compare, or one and --backends, as in --backends eager,sdpa.")
-    words, sequences = arguments.read_input(rows, text, data, length)
-    if html is not None:
-        require_extra("report", "A report")
-        arguments.require_writable(html)
+    words, sequences = arguments.read_input(text, data, length)
+    arguments.require_report(html)
     with arguments.progress() as report:
         report("importing torch")
         from attnscale.comparing import BackendComparison, Comparison

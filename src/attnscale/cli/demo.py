@@ -5,19 +5,18 @@ from typing import Annotated
 
 import typer
 
-from attnscale.cli.arguments import require_writable
+from attnscale.cli.arguments import require_report
 from attnscale.cli.output import AsJson, print_json, tell
-from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 
 def demo(
     html: Annotated[Path, typer.Option(help="File to write the report to.")] = Path("report.html"),
     head_dim: Annotated[
-        int, typer.Option("--head-dim", help="Head dimension d_k of both models; an even number.")
+        int, typer.Option("--head-dim", min=2, max=4096, help="Head dimension d_k of both models; an even number.")
     ] = 128,
-    steps: Annotated[int, typer.Option(help="Training steps of each model.")] = 160,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights and the batches.")] = 0,
+    steps: Annotated[int, typer.Option(min=2, max=100_000, help="Training steps of each model.")] = 160,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the initial weights and the batches.")] = 0,
     json: AsJson = False,
 ) -> None:
     """Train a small model twice, with scores divided by √d_k and without, and explain the difference.
@@ -30,29 +29,20 @@ def demo(
     """
     from attnscale.errors import SettingError
 
-    for option, value, least, most in (
-        ("--head-dim", head_dim, 2, 4096),
-        ("--steps", steps, 2, 100_000),
-        ("--seed", seed, 0, 2**63 - 1),
-    ):
-        if not least <= value <= most:
-            raise SettingError(f"Expected {option} from {least} to {most}, got {value}.")
     if head_dim % 2:
         raise SettingError(f"Expected an even --head-dim, as rotary positions need, got {head_dim}.")
-    require_extra("report", "A report")
-    require_writable(html)
+    require_report(html)
 
     from rich.console import Console
 
     from attnscale.lab.demo import TwinTraining
-    from attnscale.show.demo import LiveTwins, show_twins
+    from attnscale.show.lab import show_progress, show_twins
     from attnscale.show.report import twins_page
 
     console = Console(stderr=json)
     training = TwinTraining(head_dim, steps, seed)
-    with LiveTwins(training, console) as live:
-        for pair in training.steps():
-            live.show(pair)
+    for done, _ in enumerate(training.steps(), 1):
+        show_progress(training, done, console)
     twins = training.twins()
     write_whole(html, twins_page(twins))
     if json:

@@ -31,26 +31,20 @@ def explore(
     """
     require_extra("report", "The page")
     require_writable(out)
+    import webbrowser
+
     from rich.console import Console
 
     with Console(stderr=True).status("writing the page"):  # importing torch takes a moment
-        from attnscale.show.explore import explore_page
+        from attnscale.show.explore import explore_page, require_view
 
+        require_view(view)
         write_whole(out, explore_page())
     address = out.resolve().as_uri() + (f"#{quote(view, safe='=&,%')}" if view else "")
-    opened = not no_open and _open(address)
+    opened = not no_open and webbrowser.open(address)
     if json:
         print_json({"page": str(out), "address": address, "opened": opened})
     else:
         say(f"The page is in {out}\n{address}")
     if not (opened or no_open):
         tell("No browser could be opened here; open the page yourself.")
-
-
-def _open(address: str) -> bool:
-    import webbrowser
-
-    try:
-        return webbrowser.open(address)
-    except webbrowser.Error:
-        return False

@@ -38,61 +38,35 @@ class OutputError(Exception):
         self.is_closed_pipe = error.errno == errno.EPIPE or (os.name == "nt" and error.errno == errno.EINVAL)
 
 
-@contextmanager
-def checked_streams() -> Iterator[None]:
-    """Raise an OutputError when standard output cannot be written; ignore it on stderr."""
-    before = sys.stdout, sys.stderr
-    streams: tuple[Any, Any] = before
-    for stream in filter(None, streams):
-        with suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="replace")  # a terminal without √ shows a question mark
-    sys.stdout, sys.stderr = _Output(before[0]), _Stream(before[1])
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-
-
-class _Stream:
-    """A wrapper of a stream that ignores errors; of None if the stream was closed before the command began."""
+class CheckedOutput:
+    """A wrapper of standard output that raises an OutputError when it cannot be written."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream = stream  # None where the shell closed it
+        if stream is not None:
+            stream.reconfigure(errors="replace")  # a terminal without √ shows a question mark
 
     def __getattr__(self, name: str) -> Any:
-        if self._stream is None:
-            raise AttributeError(name)
         return getattr(self._stream, name)
 
-    def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
-
     def write(self, text: str) -> int:
+        with self._checked():
+            return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        with self._checked():
+            self._stream.flush()
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
         try:
             if self._stream is None:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            written: int = self._stream.write(text)
+            yield
         except OSError as error:
-            self._fail(error)
-            return len(text)
-        return written
-
-    def flush(self) -> None:
-        try:
-            if self._stream is not None:
-                self._stream.flush()
-        except OSError as error:
-            self._fail(error)
-
-    def _fail(self, error: OSError) -> None:
-        # Discard what is left to write: Python would try again when it ends, and complain.
-        with suppress(OSError, ValueError, AttributeError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-
-
-class _Output(_Stream):
-    def _fail(self, error: OSError) -> None:
-        super()._fail(error)
-        raise OutputError(error) from None
+            # Discard what is left to write: Python would try again when it ends, and complain.
+            with suppress(OSError, ValueError, AttributeError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+            raise OutputError(error) from None

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnscale.cli.arguments import Html, require_writable
+from attnscale.cli.arguments import Html, require_report
 from attnscale.cli.output import AsJson, print_json, tell
-from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 if TYPE_CHECKING:
@@ -43,10 +42,8 @@ def watch_log(
     if follow and (html is not None or json):
         raise SettingError("Expected --follow without --html and --json: it shows a run that goes on.")
     if follow:
-        raise typer.Exit(_status(_follow(file, run)))
-    if html is not None:
-        require_extra("report", "A report")
-        require_writable(html)
+        raise typer.Exit(int(_follow(file, run).run.worst == "error"))
+    require_report(html)
     found = survey(file, run)
     if html is not None:
         from attnscale.show.report import run_page
@@ -58,11 +55,7 @@ def watch_log(
         _show(found)
     if html is not None:
         tell(f"The report is in {html}.")
-    raise typer.Exit(_status(found))
-
-
-def _status(found: "Survey") -> int:
-    return 1 if found.run.worst == "error" else 0
+    raise typer.Exit(int(found.run.worst == "error"))
 
 
 def _show(found: "Survey") -> None:

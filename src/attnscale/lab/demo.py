@@ -31,7 +31,7 @@ from attnscale.train.record import Record
 
 SCALES = {"scaled by 1/√d_k": "inverse_sqrt", "unscaled": "unscaled"}
 TASK = Recall(pairs=4, rounds=4, keys=8, values=8)
-RATE = 0.003
+HEAD_DIM, STEPS, RATE = 128, 160, 0.003
 EVERY = 10  # steps between two records
 SEQUENCES = 64  # whose loss gives the gradient on the queries before the first step
 LEARNED = 0.1  # nats: nine answers of ten are right
@@ -82,7 +82,7 @@ class Twins:
 class TwinTraining:
     """Both models in training: head dimension, number of steps, and the seed of weights and batches."""
 
-    def __init__(self, head_dim: int = 128, steps: int = 160, seed: int = 0) -> None:
+    def __init__(self, head_dim: int = HEAD_DIM, steps: int = STEPS, seed: int = 0) -> None:
         self.head_dim, self.step_count, self.seed = head_dim, steps, seed
         self.models = {
             name: seeded_model(TASK.vocabulary, seed, head_dim=head_dim, scale=scale) for name, scale in SCALES.items()

@@ -9,8 +9,8 @@ from attnscale.attending.nested import nested_call
 from attnscale.attending.ragged import NO_WINDOW, Ragged, Starts, Window, as_tokens, layouts, packed_call, window_of
 from attnscale.attending.running import run_sequences
 from attnscale.inputs import refuse_vmap
+from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
-from attnscale.measure.cuda import sequences as on_cuda
 from attnscale.measure.measuring import attend_rows, attends_rows, check_rows, every_row, measured, moments_of
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.pooled import MeasuredRows
@@ -94,8 +94,8 @@ def nested_score_moments(query: Tensor, key: Tensor, *options: Any) -> ScoreMome
 def _attend(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreStats]:
     """Return the output of every sequence, (1, heads, total, value_dim), and the statistics of about these rows."""
     refuse_vmap(ragged.rows.offsets, ragged.row.query)
-    if on_cuda.attends(ragged) if rows is None else on_cuda.attends_for_less(ragged):
-        return on_cuda.attend(ragged)
+    if on_cuda.attends_to_sequences(ragged) if rows is None else on_cuda.attends_to_sequences_for_less(ragged):
+        return on_cuda.attend_to_sequences(ragged)
     if rows is None and attends_rows(ragged.row):
         both = [attend_rows(call) for call in ragged.calls()]
         return ragged.joined([output for output, _ in both]), _joined(ragged, [found for _, found in both])
@@ -108,8 +108,8 @@ def _measure(ragged: Ragged, rows: int | None) -> ScoreStats:
     refuse_vmap(ragged.rows.offsets, ragged.row.query)
     if ragged.row.query.device.type == "cpu" and rows is None:
         return _joined(ragged, [every_row(call) for call in ragged.calls()])
-    if rows is None and on_cuda.measures(ragged):
-        return on_cuda.measure(ragged)
+    if rows is None and on_cuda.measures_sequences(ragged):
+        return on_cuda.measure_sequences(ragged)
     documents = ragged.as_documents()
     if documents is not None and (documents.query.device.type == "cpu" or sampled.measures(documents)):
         return measured(documents, rows)

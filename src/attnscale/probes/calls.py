@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.cuda.probe import Probed
+from attnscale.measure.cuda.sampled import SampledRows
 from attnscale.measure.lengths import BOUND_SLACK, add_lengths_
 from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
@@ -140,7 +140,7 @@ class ProbedCall:
     multiplier: float | None = None  # of q·k; None where the buffer has the scale of each head
     padding: Tensor | None = None
     stats: ScoreStats | None = None  # to be pooled into the buffer, where no kernel writes there
-    probed: Probed | None = None  # what a kernel leaves beside the buffer
+    probed: SampledRows | None = None  # what a kernel leaves beside the buffer
     has_gradients: tuple[bool, bool] = (False, False)  # of queries and of keys, in the buffer
     is_over: bool = False  # its step, to its end or not
     host: HostNumbers | None = None  # once the step is over

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import InputError, NotFollowedWarning
-from attnscale.measure.cuda.probe import probe
+from attnscale.measure.cuda.sampled import probe
 from attnscale.measure.lengths import add_lengths_
 from attnscale.numerics import constant_on, wide_dtype, without_autocast
 from attnscale.probes.calls import NumbersBuffer, ProbedCall, finish

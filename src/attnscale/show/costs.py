@@ -1,14 +1,14 @@
 """Costs of measuring, in the terminal."""
 
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from attnscale.plain import readable
+from attnscale.show.tables import Column, Row, Table
+from attnscale.show.terminal import print_table, say
 
 # Meaning of each column.
 COLUMNS = {
@@ -24,19 +24,20 @@ SHAPE = "(batch, heads, key heads, queries, keys, d_k)"
 
 def show_costs(costs: Sequence[dict[str, Any]]) -> None:
     """Print each case with its variants, as ratios to plain SDPA: on the device alone, and called from Python."""
-    console, lines = Console(), {title: list(map(_lines, group)) for title, group in groupby(costs, key=title_of)}
-    every = [line for group in lines.values() for cost in group for line in cost]
+    console, groups = Console(), {title: [_lines(cost) for cost in group] for title, group in groupby(costs, title_of)}
+    every = [line for group in groups.values() for lines in group for line in lines]
     staying = [at for at in range(len(COLUMNS)) if len({line[at + 1] for line in every} - {""}) > (at == 0)]
-    for title, group in lines.items():
-        console.print(f"\n{title}", style="bold", highlight=False)
-        table = Table("variant", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for at in staying:
-            table.add_column(list(COLUMNS)[at], justify="right", no_wrap=True)
-        for line in chain.from_iterable(group):
-            table.add_row(line[0], *(line[at + 1] for at in staying))
-        console.print(table)
-    meanings = [f"{name}: {meaning}" for at, (name, meaning) in enumerate(COLUMNS.items()) if at in staying]
-    console.print(Text("\n" + "\n".join([f"Titles are {SHAPE}.", *meanings]), style="dim"))
+    headings = list(COLUMNS)
+    columns = (Column("variant", is_text=True), *(Column(headings[at]) for at in staying))
+
+    def row(line: tuple[str, ...]) -> Row:
+        return Row((line[0], *(line[at + 1] for at in staying)))
+
+    rows = ((title, tuple(row(line) for lines in group for line in lines)) for title, group in groups.items())
+    print_table(Table(columns, tuple(rows)), console)
+    console.print()
+    for sentence in (f"Titles are {SHAPE}.", *(f"{headings[at]}: {COLUMNS[headings[at]]}" for at in staying)):
+        say(sentence, console, "dim")
 
 
 def _lines(cost: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -1,15 +1,18 @@
 """The page of `attnscale explore`: scale, spread and softmax move with sliders, and a trained model runs in it."""
 
 import base64
+import json
 import math
 import shlex
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from markupsafe import Markup
 
 from attnscale import __version__
 from attnscale.claims import INDEX
+from attnscale.errors import SettingError
 from attnscale.lab.training import attentions_of
 from attnscale.models import load_bundled
 from attnscale.rules.listing import catalogue
@@ -22,10 +25,29 @@ SCRIPTS = (
     "draw.js",
     *(
         f"explore/{name}.js"
-        for name in ("numerics", "settings", "view", "panels", "gradient", "proof", "model", "story", "controls")
+        for name in (
+            "numerics",
+            "settings",
+            "view",
+            "panels",
+            "gradient",
+            "proof",
+            "model",
+            "recorded",
+            "story",
+            "controls",
+        )
     ),
 )
-THIRD = ("inverse_dim", "mup", "log_length", "yarn", "calibrated")  # rules of the third column: settings.js has each
+RECORDED = "explore/recorded.json"  # made by `python scripts/record_results.py`
+THIRD = (
+    "inverse_dim",
+    "mup",
+    "temperature",
+    "log_length",
+    "yarn",
+    "calibrated",
+)  # rules of the third column: settings.js has each
 STEPS = ("what a score is", "why it spreads", "what softmax does", "what can be learned", "why √dₖ and not dₖ",
          "when it is not enough")  # fmt: skip
 INITIALISATIONS = {
@@ -55,7 +77,15 @@ CONTROLS = (
     Control("n", "n, keys a row sees", 2, 2**20, 16, integer=True),
     Control("q", "spread of q", 0.1, 10.0, 1.0),
     Control("k", "spread of k", 0.1, 10.0, 1.0),
+    Control("temperature", "τ, for the rule temperature", 0.1, 1000.0, 8.0),
 )
+OTHERS = (  # numbers of the address that have no slider above
+    Control("dim", "dₖ in the proof", 1, 8, 3, integer=True),
+    Control("step", "step of the proof", 1, 7, 1, integer=True),
+    Control("seed", "seed", 1, 9999, 1, integer=True),
+    Control("third", "third column", 0, 1, 0, integer=True),
+)
+TEXTS = ("scores", "query", "key", "sentence")
 
 
 def presets() -> list[dict[str, str]]:
@@ -69,13 +99,36 @@ def presets() -> list[dict[str, str]]:
     return found
 
 
+def require_view(view: str) -> None:
+    """Refuse settings that the page does not have, or that are out of range."""
+    numbers = {control.name: control for control in (*CONTROLS, *OTHERS)}
+    for part in filter(None, view.split("&")):
+        name, _, value = part.partition("=")
+        value = unquote(value)
+        if name not in (*numbers, "rule", *TEXTS):
+            known = ", ".join((*numbers, "rule", *TEXTS))
+            raise SettingError(f"Unknown setting {name!r} in --view. Expected one of: {known}.")
+        if name == "rule" and value not in THIRD:
+            raise SettingError(f"Unknown rule {value!r} in --view. Expected one of: {', '.join(THIRD)}.")
+        if name in numbers:
+            low, high = numbers[name].low, numbers[name].high
+            try:
+                is_fine = low <= float(value) <= high
+            except ValueError:
+                is_fine = False
+            if not is_fine:
+                raise SettingError(f"Expected a number from {low:,} to {high:,} for {name} in --view, got {value!r}.")
+
+
 def explore_page() -> str:
     """Return the page as a string: no request leaves it, and what an address asks of it is only ever text."""
     templates = environment()
     script = code(source(templates, *SCRIPTS))
     shape, weights = _model()
     limits = {"diluted": DILUTED_SPREAD, "margin": CRITICAL_MARGIN, "frozen": FROZEN, "uniform": UNIFORM_BELOW}
-    settings = {"controls": [asdict(control) for control in CONTROLS], "limits": limits, "model": shape}
+    recorded = json.loads(source(templates, RECORDED))
+    controls, others = ([asdict(control) for control in group] for group in (CONTROLS, OTHERS))
+    settings = {"controls": controls, "others": others, "limits": limits, "model": shape, "recorded": recorded}
     return templates.get_template("explore/page.html.j2").render(
         controls=CONTROLS,
         presets=presets(),
@@ -83,6 +136,7 @@ def explore_page() -> str:
         initialisations=_initialisations(),
         most_bytes=MOST_BYTES,
         rules={rule.name: rule.formula for rule in catalogue() if rule.name in THIRD},
+        recorded=recorded,
         data=data(settings),
         weights=weights,
         policy=policy(script),

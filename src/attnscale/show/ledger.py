@@ -4,14 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from attnscale.claims import INDEX, SOURCES, VERDICTS, Claim
-from attnscale.claims.judging import ARITHMETIC, STATEMENT
+from attnscale.claims.judging import ARITHMETIC, STATEMENT, Source
 
 STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
-NARROW = 72  # columns of a terminal: with fewer, columns would break words, and claims are told as sentences
 LARGE = 1e9  # a float from here on has an exponent
 
 
@@ -21,12 +19,22 @@ def show_ledger(claims: Sequence[Claim]) -> None:
     for source in SOURCES:
         own = [claim for claim in claims if claim.source == source.name]
         if own:
-            console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
-            show = _sentences if console.width < NARROW else _claims
+            _print_title(source, console)
             for kind, heading in ((STATEMENT, ""), (ARITHMETIC, "Plain arithmetic:")):
-                if group := [claim for claim in own if claim.kind == kind]:
-                    console.print(*([heading] if heading else []), show(group), sep="\n")
+                group = [claim for claim in own if claim.kind == kind]
+                console.print(*([heading] if heading and group else []), *map(_entry, group), sep="\n")
     console.print(Text("\n" + "\n".join(counted(claims)), style="bold"))
+
+
+def _print_title(source: Source, console: Console) -> None:
+    console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
+
+
+def _entry(claim: Claim) -> Text:
+    note = f"{claim.note} " if claim.note else ""
+    sentence = f"{claim.claim} Claimed {shown_value(claim.claimed)}, computed {shown_value(claim.computed)}. "
+    section = (f"{note}[{claim.section}]", "dim")
+    return Text.assemble((f"{claim.verdict} ", STYLES[claim.verdict]), (f"{claim.id}: ", "cyan"), sentence, section)
 
 
 def counted(claims: Sequence[Claim]) -> list[str]:
@@ -43,35 +51,13 @@ def show_index() -> None:
     """Print every exercise, listing and worked example of each source with its command."""
     console = Console()
     for source in SOURCES:
-        console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
-        table = _grid()
+        _print_title(source, console)
         for worked in INDEX:
             if worked.source == source.name:
-                table.add_row(Text(worked.kind, style="dim"), Text(worked.what), Text(worked.command, style="cyan"))
-        console.print(table)
-
-
-def _claims(claims: Sequence[Claim]) -> Table:
-    table = _grid("", "claim", "claimed", "computed")
-    table.expand = True
-    for column, ratio in zip(table.columns[1:], (5, 3, 5), strict=True):
-        column.ratio, column.overflow = ratio, "fold"
-    for claim in claims:
-        rest = f" {claim.note}" if claim.note else ""
-        stated = Text.assemble((f"{claim.id}\n", "cyan"), claim.claim, (f"{rest} [{claim.section}]", "dim"))
-        verdict = Text(claim.verdict, style=STYLES[claim.verdict])
-        table.add_row(verdict, stated, shown_value(claim.claimed), shown_value(claim.computed))
-    return table
-
-
-def _sentences(claims: Sequence[Claim]) -> Table:
-    table = _grid()
-    for claim in claims:
-        claimed, computed = shown_value(claim.claimed), shown_value(claim.computed)
-        note = f"{claim.note} " if claim.note else ""
-        sentence = f"{claim.id}: {claim.claim} Claimed {claimed}, computed {computed}. {note}[{claim.section}]"
-        table.add_row(Text(claim.verdict, style=STYLES[claim.verdict]), Text(sentence))
-    return table
+                console.print(
+                    Text.assemble((f"{worked.kind} ", "dim"), f"{worked.what}: ", (worked.command, "cyan")),
+                    soft_wrap=True,
+                )
 
 
 def shown_value(value: object) -> str:
@@ -81,7 +67,3 @@ def shown_value(value: object) -> str:
     if isinstance(value, float) and abs(value) >= LARGE:
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int | float) else str(value)
-
-
-def _grid(*headings: str) -> Table:
-    return Table(*headings, box=None, show_header=bool(headings), pad_edge=False, padding=(0, 1, 0, 0))

@@ -6,21 +6,18 @@ from importlib import import_module
 from typing import Any
 
 from rich import get_console
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from attnscale.diagnose.finding import Finding, grouped, severity_rank
-from attnscale.diagnose.verdict import worst_code
-from attnscale.measure.statistics import Place, in_place
+from attnscale.diagnose.finding import Finding, grouped
 from attnscale.plain import printable
-from attnscale.show.check import STYLES
+from attnscale.show.tables import record_table
+from attnscale.show.terminal import grids
 from attnscale.show.text import number, place
 from attnscale.train.record import Record
 
 SHOWN_ALARMS = 5
-NOT_JUDGED = "–"  # a record without an alarm
 
 
 class LiveTable:
@@ -42,10 +39,11 @@ class LiveTable:
         for alarm in record.alarms:
             self._alarms.pop((alarm.layer, alarm.code), None)
             self._alarms[alarm.layer, alarm.code] = alarm
+        record = replace(record, alarms=list(self._alarms.values()))
         if _is_in_notebook():
-            self._show_in_notebook(replace(record, alarms=list(self._alarms.values())))
+            self._show_in_notebook(record)
             return
-        table, bars = self._table(record), bars_on_terminal()
+        table, bars = self._drawn(record), bars_on_terminal()
         if bars or is_live(get_console()):
             self.close()
         if bars:
@@ -74,26 +72,13 @@ class LiveTable:
         else:
             self._cell.update(shown)
 
-    def _table(self, record: Record) -> Table:
-        alarms = list(self._alarms.values())
-        worst = {alarm.layer: alarm.severity for alarm in sorted(alarms, key=lambda one: severity_rank(one.severity))}
-        table = Table(title=_title(record), box=None, pad_edge=False, title_justify="left", caption_justify="left")
-        table.add_column("layer", overflow="fold")
-        statistics = in_place(Place.LIVE)
-        for statistic in statistics:
-            table.add_column(statistic.short, justify="right")
-        table.add_column("verdict")
-        for name, layer in record.layers.items():
-            style = STYLES.get(worst.get(name, ""), "")
-            numbers = (number(one.factor * layer.whole(one.name)) for one in statistics)
-            word = worst_code(name, alarms) or NOT_JUDGED
-            table.add_row(Text(printable(name), style=style), *numbers, Text(printable(word), style=style))
-        told = (
+    def _drawn(self, record: Record) -> Group:
+        ((_, grid),) = grids(record_table(record), self._console.width)
+        told = [
             f"{group.first.severity}: {place(group)}: {group.first.message}"
-            for group in grouped(alarms[::-1])[:SHOWN_ALARMS]
-        )
-        table.caption = Text("\n".join(map(printable, told)))
-        return table
+            for group in grouped(record.alarms[::-1])[:SHOWN_ALARMS]
+        ]
+        return Group(Text(_title(record)), grid, *(Text(printable(sentence)) for sentence in told))
 
 
 def bars_on_terminal() -> list[Any]:

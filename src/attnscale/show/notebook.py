@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import singledispatch
 from html import escape
 from importlib import import_module
@@ -11,17 +11,18 @@ from typing import Any
 
 from attnscale.acting.clip import ClipReport
 from attnscale.checking import Checked
-from attnscale.comparing.backend_comparison import HEADINGS, BackendComparison
+from attnscale.comparing.backend_comparison import BackendComparison
 from attnscale.comparing.comparison import Comparison
 from attnscale.diagnose.auditing import Audit
 from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.verdict import head_verdicts
-from attnscale.diagnose.what_if import COLUMNS, WhatIf
+from attnscale.diagnose.what_if import WhatIf
 from attnscale.errors import SettingError
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.measure.stats import ScoreStats
 from attnscale.plain import counted, printable
-from attnscale.show.text import columns, formatted, number
+from attnscale.show.tables import Column, Row, Table, backend_table, layer_table, record_table, table_of, what_if_table
+from attnscale.show.text import formatted, number
 from attnscale.theory.limits import critical_spread
 from attnscale.train.log import Log
 from attnscale.train.monitor import Monitor
@@ -33,7 +34,6 @@ COLOURS = {"error": "#d32f2f", "warning": "#c77700", "note": "#1976d2", "fine": 
 MOST_ROWS = 100  # of a table; a data frame has all
 MOST_CURVES = 10  # with a name in the legend
 FEW_POINTS = 40  # of a curve that has marks
-Row = tuple[str, Sequence[str]]  # the tone of the last cell, and the cells
 Fields = Iterable[dict[str, Any]]  # rows of a data frame
 LIVE, SEEN = in_place(Place.LIVE), in_place(Place.SEEN)
 
@@ -44,8 +44,7 @@ class View:
 
     kind: str
     verdict: str
-    headings: Sequence[str]
-    rows: Iterable[Row]
+    table: Table
     records: Fields
     tone: str = "note"
     notes: Iterable[str] = ()
@@ -63,14 +62,12 @@ class View:
 
     def html(self) -> str:
         """Return a table with the verdict above it. Names are data, and escaped."""
-        rows, headings = list(self.rows), [heading.replace("\n", " ") for heading in self.headings]
-        shown, left = rows[:MOST_ROWS], len(rows) - MOST_ROWS
-        is_text = [not all(_is_number(row[at]) for _, row in shown) for at in range(len(headings))]
-        head = "".join(_cell("th", *cell) for cell in zip(headings, is_text, strict=True))
-        body = "".join(f"<tr>{''.join(_cells(is_text, *row))}</tr>" for row in shown)
-        more = [f"And {left:,} more rows: .to_pandas() has all."] if left > 0 else []
+        columns, rows = self.table.columns, self.table.rows
+        head = "".join(_cell("th", column.heading, column) for column in columns)
+        body = "".join(f"<tr>{''.join(_cells(columns, row))}</tr>" for row in rows[:MOST_ROWS])
+        more = [f"And {len(rows) - MOST_ROWS:,} more rows: .to_pandas() has all."] if len(rows) > MOST_ROWS else []
         notes = "".join(f"<p style='margin:.3em 0'>{_safe(note)}</p>" for note in (*more, *self.notes))
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if shown else ""
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
         verdict = f"border-left:4px solid {COLOURS[self.tone]};padding-left:.6em'><b>{_safe(self.verdict)}</b>"
         return f"<div><p style='{verdict}</p><div style='overflow-x:auto'>{table}</div>{notes}</div>"
 
@@ -100,25 +97,23 @@ def view_of(result: object) -> View:
 @view_of.register
 def _(audit: Audit) -> View:
     checked = Checked("", "", "", None, (), audit)
-    rows = (
-        (line.severity or "fine", [line.name, *(column.cell(line) for column in columns()), line.verdict_text])
-        for line in checked.lines
-    )
     notes = [f"{word}: {meaning}." for word, meaning in checked.footnotes.items()]
     notes += [*map(str, checked.groups), *padding_note(audit.layers.values()), *audit.unchecked]
-    headings = ("layer", *(column.short for column in columns()), "verdict")
     records = (row for layer in audit.layers.values() for row in _judged(layer))
-    return View("Audit", checked.conclusion, headings, rows, records, audit.worst or "fine", notes, _layers(audit))
+    table = layer_table(checked.lines)
+    return View("Audit", checked.conclusion, table, records, audit.worst or "fine", notes, _layers(audit))
 
 
 @view_of.register
 def _(seen: Seen) -> View:
     layers = seen.layers.values()
     found = f"{counted(len(layers), 'attention layer')}, {counted(seen.calls, 'call')}"
-    headings = ("layer", "kind", "heads", "d_k", "scale", "expected\nscale", *(entry.short for entry in SEEN))
-    rows = (("", [*_facts(layer), *(_cell_of(layer.stats, entry) for entry in SEEN)]) for layer in layers)
+    headings = ("layer", "kind", "heads", "d_k", "scale", "expected scale", *(entry.long for entry in SEEN))
+    rows = ([*_facts(layer), *(_cell_of(layer.stats, entry) for entry in SEEN)] for layer in layers)
     records = (row for layer in layers for row in _head_rows(layer))
-    return View("Seen", found, headings, rows, records, notes=padding_note(layers), draw=_layers(seen))
+    return View(
+        "Seen", found, table_of(headings, rows, (0, 1)), records, notes=padding_note(layers), draw=_layers(seen)
+    )
 
 
 @view_of.register
@@ -127,8 +122,9 @@ def _(stats: ScoreStats) -> View:
     numbers = ", ".join(f"{name} {number(STATISTICS[name].whole(stats))}" for name in ("spread", "max"))
     verdict = f"{counted(stats.heads, 'head')}, {int(stats.rows.sum()):,} rows ({looked}): {numbers}"
     cells = [_cells_of_heads(stats, entry) for entry in shown]
-    rows = (("", [str(head), *(column[head] for column in cells)]) for head in range(stats.heads))
-    return View("ScoreStats", verdict, ("head", *(entry.short for entry in shown)), rows, _stats_rows(stats))
+    rows = ([str(head), *(column[head] for column in cells)] for head in range(stats.heads))
+    table = table_of(("head", *(entry.long for entry in shown)), rows, ())
+    return View("ScoreStats", verdict, table, _stats_rows(stats))
 
 
 @view_of.register
@@ -136,22 +132,16 @@ def _(table: WhatIf) -> View:
     now, tried = table.rows[0], counted(len(table.rows) - 1, "candidate")
     spread = f"Now the scores spread by {number(now.spread)}"
     verdict = f"{spread}, entropy {100 * now.entropy_ratio:.1f}% of its maximum; {tried} tried"
-    rows = (("", [row.name, *row.numbers()]) for row in table.rows)
     records = ({"candidate": row.name} | {key: own for key, own in asdict(row).items() if key != "name"}
                for row in table.rows)  # fmt: skip
-    return View("WhatIf", verdict, ("scale by", *COLUMNS), rows, records)
+    return View("WhatIf", verdict, what_if_table(table), records)
 
 
 @view_of.register
 def _(comparison: Comparison) -> View:
     changed = [*comparison.changed, *comparison.carried]
-    rows = (
-        ("warning" if head.worse else "note", [
-            head.layer, str(head.head), head.text, str(head.by_factor),
-            head.reason,
-        ])
-        for head in changed
-    )  # fmt: skip
+    rows = ((head.layer, str(head.head), head.text, str(head.by_factor), head.reason) for head in changed)
+    table = table_of(("layer", "head", "change", "by factor", "cause"), rows, (0, 2, 3, 4))
     found = [("new", comparison.new), ("gone", comparison.gone)]
     notes = [f"{word}: {group}" for word, findings in found for group in grouped(findings)]
     records = (
@@ -159,16 +149,15 @@ def _(comparison: Comparison) -> View:
         for head in comparison.heads
         for move in head.moves.values()
     )
-    tone, headings = "warning" if comparison.worse else "fine", ("layer", "head", "change", "by factor", "cause")
-    return View("Comparison", comparison.conclusion, headings, rows, records, tone, (*notes, *comparison.notes))
+    tone = "warning" if comparison.worse else "fine"
+    return View("Comparison", comparison.conclusion, table, records, tone, (*notes, *comparison.notes))
 
 
 @view_of.register
 def _(comparison: BackendComparison) -> View:
-    tones = ("warning" if row.differences else "fine" for row in comparison.rows)
-    rows, notes = zip(tones, comparison.cells(), strict=True), (*map(str, comparison.differing), *comparison.remarks)
+    notes = (*map(str, comparison.differing), *comparison.remarks)
     tone, records = "fine" if comparison.first is None else "warning", map(asdict, comparison.rows)
-    return View("BackendComparison", comparison.conclusion, HEADINGS, rows, records, tone, notes)
+    return View("BackendComparison", comparison.conclusion, backend_table(comparison), records, tone, notes)
 
 
 @view_of.register
@@ -177,8 +166,8 @@ def _(report: ClipReport) -> View:
     verdict = f"{counted(len(report.heads), 'head')} clipped to {report.threshold:g}{skipped}"
     headings = ("layer", "head", "largest score", "measured", "at most", "multiplied by", "parameters")
     rows = (
-        ("", [head.layer, str(head.head), number(head.maximum), head.measured, number(head.bound),
-              number(head.gamma, 4), "; ".join(map(str, head.touched))])
+        (head.layer, str(head.head), number(head.maximum), head.measured, number(head.bound), number(head.gamma, 4),
+         "; ".join(map(str, head.touched)))
         for head in report.heads
     )  # fmt: skip
     records = (
@@ -186,7 +175,7 @@ def _(report: ClipReport) -> View:
          "measured": head.measured, "factor": head.gamma, "parameters": [one.parameter for one in head.touched]}
         for head in report.heads
     )  # fmt: skip
-    return View("ClipReport", verdict, headings, rows, records, notes=map(str, report.left))
+    return View("ClipReport", verdict, table_of(headings, rows, (0, 3, 6)), records, notes=map(str, report.left))
 
 
 @view_of.register
@@ -195,24 +184,18 @@ def _(record: Record) -> View:
     alarms = counted(len(record.alarms), "alarm") if groups else "no new alarm"
     loss = "" if record.loss is None else f", loss {number(record.loss)}"
     verdict = f"Step {record.step}{loss}: {counted(len(record.layers), 'layer')}, {alarms}"
-    rows = (
-        ("", [name, *(formatted(entry, layer.whole(entry.name)) for entry in LIVE)])
-        for name, layer in record.layers.items()
-    )
     keys = [layer.keys or 1.0 for layer in record.layers.values()]
-    tone, headings = groups[0].first.severity if groups else "fine", ("layer", *(entry.short for entry in LIVE))
-    draw = _by_layer(_record_rows(record), keys)
-    return View("Record", verdict, headings, rows, _record_rows(record), tone, map(str, groups), draw)
+    tone, draw = groups[0].first.severity if groups else "fine", _by_layer(_record_rows(record), keys)
+    return View("Record", verdict, record_table(record), _record_rows(record), tone, map(str, groups), draw)
 
 
 @view_of.register
 def _(monitor: Monitor) -> View:
     verdict = f"step {monitor.steps}, sampled every {counted(monitor.every, 'step')}"
     if monitor.last is None:
-        return View("Monitor", verdict, (), (), ())
+        return View("Monitor", verdict, table_of((), ()), ())
     last = view_of(monitor.last)
-    verdict = f"{verdict}. {last.verdict}"
-    return View("Monitor", verdict, last.headings, last.rows, last.records, last.tone, last.notes, last.draw)
+    return replace(last, kind="Monitor", verdict=f"{verdict}. {last.verdict}")
 
 
 @view_of.register
@@ -221,13 +204,14 @@ def _(log: Log) -> View:
     steps = f", steps {records[0].step} to {records[-1].step}" if len(log.runs) == 1 else ""
     verdict = f"{counted(len(log.runs), 'run')}, {counted(len(records), 'record')}{steps}"
     rows = (
-        ("warning" if record.alarms else "", [
-            str(record.step), "–" if record.loss is None else number(record.loss),
+        (
+            str(record.step),
+            "–" if record.loss is None else number(record.loss),
             *(formatted(entry, record.whole(entry.name)) for entry in LIVE),
             ", ".join(dict.fromkeys(alarm.code for alarm in record.alarms)),
-        ])
+        )
         for record in reversed(records)
-    )  # fmt: skip
+    )
 
     def draw(ax: Any, statistic: str, factor: float) -> None:
         run = list(log.runs.values())[-1]
@@ -239,8 +223,9 @@ def _(log: Log) -> View:
         ax.set_xlabel("step")
 
     fields = (row for record in records for row in _record_rows(record))
-    headings, notes = ("step", "loss", *(entry.short for entry in LIVE), "alarms"), ["Latest first; means of layers."]
-    return View("Log", f"{verdict}, {counted(alarms, 'alarm')}", headings, rows, fields, notes=notes, draw=draw)
+    headings, notes = ("step", "loss", *(entry.long for entry in LIVE), "alarms"), ["Latest first; means of layers."]
+    table = table_of(headings, rows, (len(headings) - 1,))
+    return View("Log", f"{verdict}, {counted(alarms, 'alarm')}", table, fields, notes=notes, draw=draw)
 
 
 def _layers(seen: Audit | Seen) -> Callable[[Any, str, float], None]:
@@ -314,19 +299,16 @@ def _cells_of_heads(stats: ScoreStats, entry: Statistic) -> list[str]:
     return list(map(formatted, repeat(entry), entry.of(stats).tolist(), errors))
 
 
-def _cells(is_text: Sequence[bool], tone: str, cells: Sequence[str]) -> Iterator[str]:
-    for at, text in enumerate(cells):
-        yield _cell("td", text, is_text[at], COLOURS.get(tone, "") if at == len(cells) - 1 else "")
+def _cells(columns: Sequence[Column], row: Row) -> Iterator[str]:
+    cells = (row.name or row.cells[0], *row.cells[1:])
+    for at, (text, column) in enumerate(zip(cells, columns, strict=True)):
+        yield _cell("td", text, column, COLOURS.get(row.tone, "") if at == len(cells) - 1 else "")
 
 
-def _cell(tag: str, text: str, is_text: bool, colour: str = "") -> str:
+def _cell(tag: str, text: str, column: Column, colour: str = "") -> str:
     tint = f";color:{colour}" if colour else ""
-    style = f"text-align:{'left' if is_text else 'right'};padding:.15em .6em{tint}"
+    style = f"text-align:{'left' if column.is_text else 'right'};padding:.15em .6em{tint}"
     return f"<{tag} style='{style}'>{_safe(text)}</{tag}>"
-
-
-def _is_number(text: str) -> bool:
-    return text[:1].isdigit() or text[:1] in ("", "-", "–")
 
 
 def _safe(text: str) -> str:

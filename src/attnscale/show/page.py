@@ -14,9 +14,10 @@ from markupsafe import Markup
 from attnscale import __version__
 from attnscale.plain import printable_lines
 from attnscale.show.figures import Figure
+from attnscale.show.tables import Table
 
 MATTER = 3  # notes shown before the fold
-LONG = 24  # lines of a table
+LONG = 24  # lines of a table: longer ones scroll in a box of their own
 FEW = 6  # views that are buttons; more are a list
 SCRIPTS = ("draw.js", "report/chart.js", "report/heat.js", "report/page.js")
 
@@ -31,31 +32,6 @@ class Note:
     code: str = ""
     place: str = ""
     advice: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a table, as it is shown."""
-
-    cells: tuple[str, ...]
-    name: str = ""  # in full, where the first cell is a short one
-    tone: str = ""  # of the last cell
-    current: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """Lines under titles of their own, or under none; columns named in `text` are not numbers."""
-
-    columns: tuple[str, ...]
-    groups: tuple[tuple[str, tuple[Row, ...]], ...]
-    text: frozenset[int] = frozenset({0})
-    caption: str = ""
-
-    @property
-    def is_long(self) -> bool:
-        """True if it scrolls in a box of its own on a screen."""
-        return sum(len(rows) for _, rows in self.groups) > LONG
 
 
 @dataclass(frozen=True)
@@ -105,6 +81,7 @@ def render(page: Page) -> str:
         page=page,
         shown=MATTER,
         few=FEW,
+        long=LONG,
         kind_of=kind_of,
         figures=data({figure.name: figure.to_json() for section in page.sections for figure in section.figures}),
         policy=policy(script),

@@ -1,20 +1,18 @@
-"""Numbers, names of layers and columns of tables, as short text that fits where it stands."""
+"""Numbers, and names and places of layers, as short text."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import groupby
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from attnscale.checking import Group, Line
-from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
+from attnscale.checking import Group
+from attnscale.measure.statistics import Statistic
 
 SMALL = 0.01  # a digit less below this keeps a column narrow
 LARGE, HUGE = 1e3, 1e6  # between them, 47,400 is narrower than 4.74e+04 and easier to read
 DIGITS = 4  # of a number in a table of results
 INDEX = re.compile(r"(?<![^.])\d+(?![^.#])")  # a whole part of a path, as ModuleList names its entries
-Row = TypeVar("Row")
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -118,55 +116,6 @@ def _pieces(word: str, width: int) -> list[str]:
         pieces.append(word[: end + 1])
         word = word[end + 1 :]
     return [*pieces, word]
-
-
-@dataclass(frozen=True)
-class Column(Generic[Row]):
-    """A column that stands in the terminal and on a page: both headings, and the text of a row's cell."""
-
-    short: str
-    long: str
-    cell: Callable[[Row], str]
-
-    @classmethod
-    def of(
-        cls, statistic: Statistic, value: Callable[[Row], float], error: Callable[[Row], float] = lambda row: math.nan
-    ) -> "Column[Row]":
-        """Return the column of a statistic, with its headings and its format."""
-        return cls(statistic.short, statistic.long, lambda row: formatted(statistic, value(row), error(row)))
-
-
-def width_of(heading: str, *cells: str) -> int:
-    """Return the width of a column whose cells and lines of the heading are not broken."""
-    return max(map(len, (*heading.split("\n"), *cells)))
-
-
-def fitting(widths: Sequence[int], room: int, droppable: Iterable[int]) -> list[int]:
-    """Return the columns that fit, with one blank between them; droppable ones go in their order until they do.
-
-    >>> fitting([5, 7, 9], 16, [2, 0]), fitting([5, 7, 9], 14, [0, 2]), fitting([5, 7], 3, [])
-    ([0, 1], [1], [0, 1])
-    """
-    staying = list(range(len(widths)))
-    for position in droppable:
-        if sum(widths[each] + 1 for each in staying) <= room + 1:
-            break
-        staying.remove(position)
-    return staying
-
-
-def columns() -> list[Column[Line]]:
-    """Return the columns of a layer: the spread beside the expected one, the scale, and the other statistics."""
-    spread, *others = (_column(entry) for entry in in_place(Place.CHECK))
-    expected = Column[Line]("expected\nspread", "expected spread", lambda line: number(line.spread_expected))
-    scale = Column[Line].of(STATISTICS["scale_applied"], lambda line: line.scale_applied)
-    return [spread, expected, scale, *others]
-
-
-def _column(entry: Statistic) -> Column[Line]:
-    return Column.of(
-        entry, lambda line: line.statistics[entry.name], lambda line: line.errors.get(entry.name, math.nan)
-    )
 
 
 def place(group: Group) -> str:

@@ -35,17 +35,17 @@ class MissedAttention:
     @property
     def sentences(self) -> tuple[str, ...]:
         """One sentence for each kind of them."""
-        told = [self.nothing] if self.nothing else []
+        said = [self.nothing] if self.nothing else []
         if self.mixing:
-            told.append(f"Values are mixed by weights that were not understood, in {_listed(self.mixing)}.")
+            said.append(f"Values are mixed by weights that were not understood, in {_listed(self.mixing)}.")
         others = {module: times for module, times in self.softmaxes.items() if module not in self.mixing}
         if others:
             count = sum(others.values())
             what = "1 softmax takes" if count == 1 else f"{count} softmaxes take"
-            told.append(f"{what} no product of two activations, in {_listed(others)}: no attention, or not understood.")
+            said.append(f"{what} no product of two activations, in {_listed(others)}: no attention, or not understood.")
         if self.modules:
-            told.append(f"No attention was seen in {_listed(self.modules)}, named after it.")
-        return tuple(told)
+            said.append(f"No attention was seen in {_listed(self.modules)}, named after it.")
+        return tuple(said)
 
 
 def modules_that_never_attended(modules: Mapping[str, nn.Module], layers: Collection[str]) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ class QueryKeyNorms:
             if (path in self.built and "bias" not in name) or GAIN_OR_SCALE.fullmatch(name.lower())
         }
 
-    def ran(self, name: str, output: Any) -> None:
+    def note_output(self, name: str, output: Any) -> None:
         if name in self.built and isinstance(output, Tensor):
             self._outputs.setdefault(name, []).append(self._ledger.node(output))
 
@@ -88,7 +88,7 @@ class QueryKeyNorms:
     def are_none(self) -> bool:
         return not self.built and not self.parameters
 
-    def took(self, args: Iterable[Any], is_detach: bool) -> None:
+    def note_operands(self, args: Iterable[Any], is_detach: bool) -> None:
         """Note that an operation took these operands; a norm's output that is detached and no more takes no part."""
         for arg in args:
             for item in arg if isinstance(arg, (list, tuple)) else (arg,):

@@ -1,13 +1,15 @@
 """ModuleStack: the modules of a model that are running, and the line of code that led to an operation."""
 
+import dis
 import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -74,7 +76,7 @@ class ModuleStack:
         """Return how often this module ran before in this run of the outermost: 11 in ALBERT's last layer."""
         return max(0, self._entries[path] - 1)
 
-    def shown(self, path: str) -> str:
+    def display_name(self, path: str) -> str:
         """Return a module path as it is shown: the model itself by its class."""
         return path or self._root
 
@@ -94,19 +96,18 @@ class ModuleStack:
         return line
 
     def compiled(self) -> tuple[bool, bool]:
-        """Return whether torch.compile made what calls the innermost module, and whether that cannot run uncompiled.
+        """Return whether torch.compile made what calls the innermost module, and whether no graph may end there.
 
-        A graph that holds other modules too is not cut: where it would end in a loop over layers, Dynamo would leave
-        the whole function uncompiled for good.
+        A graph may not end where it must be whole, or in a loop: Dynamo would leave that function uncompiled for good.
         """
         frame: FrameType | None = sys._getframe(1)
-        is_own = holds_others = is_compiled = is_pinned = False
+        is_inside = is_compiled = is_pinned = is_looped = False
         while frame is not None:
             module = called_module(frame)
-            holds_others |= is_own and module is not None
-            is_own |= module is not None and self._names.get(id(module)) == self.stack[-1]
-            if is_own and calls_compiled(frame):
-                is_compiled, is_pinned = True, is_pinned or holds_others or refuses_breaks(frame)
+            is_inside |= module is not None and self._names.get(id(module)) == self.stack[-1]
+            is_looped |= is_inside and is_in_loop(frame)
+            if is_inside and calls_compiled(frame):
+                is_compiled, is_pinned = True, is_pinned or is_looped or refuses_breaks(frame)
             frame = frame.f_back
         return is_compiled, is_pinned
 
@@ -181,3 +182,26 @@ class ModuleStack:
         if self._entered:
             self._entered = 0
             self._meanwhile.__exit__(None, None, None)
+
+
+def is_in_loop(frame: FrameType) -> bool:
+    """Return True if the line that a frame is at is inside a loop of its function.
+
+    Where a graph ends in a loop, Dynamo leaves the whole function uncompiled for good.
+
+    >>> import sys
+    >>> [is_in_loop(sys._getframe()), *(is_in_loop(sys._getframe()) for _ in range(1))]
+    [False, True]
+    """
+    return any(first <= frame.f_lasti <= last for first, last in _loops(frame.f_code))
+
+
+@cache
+def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last offset of each loop: a jump back ends a loop."""
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    return tuple(
+        (each.argval, each.offset)
+        for each in dis.get_instructions(code)
+        if each.opcode in jumps and each.argval <= each.offset
+    )

@@ -124,7 +124,7 @@ class PlanRecorder:
             self._fall_back(path, DIRECT)
         elif kernel.kind != "sdpa":
             self._fall_back(path, f"{kernel.kind} kernels take no probe")
-        elif kernel.given is not None:
+        elif kernel.heads_in_batch is not None:
             self._fall_back(path, "its heads stand in the place of the batch")
         elif seen.factors is None:
             self._fall_back(path, "what multiplies its queries or keys is no constant")

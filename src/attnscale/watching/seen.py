@@ -42,11 +42,11 @@ class Seen(PlottedResult):
 
     def __init__(
         self,
-        shown: Callable[[str], str],
+        display_name: Callable[[str], str],
         declare: Callable[[str, int], Declared],
         unused_norms: Callable[[str], tuple[str, ...]],
     ) -> None:
-        self._shown = shown
+        self._display_name = display_name
         self._declare = declare
         self.unused_norms = unused_norms
         self.misplaced_norms: Callable[[str], tuple[str, ...]] = lambda path: ()
@@ -78,7 +78,7 @@ class Seen(PlottedResult):
     @property
     def modules(self) -> list[str]:
         """The paths of the modules that attend, as they are shown; no layer is built for it."""
-        return [self._shown(str(path)) for (path, *_), calls in self._sites.items() if calls]
+        return [self._display_name(str(path)) for (path, *_), calls in self._sites.items() if calls]
 
     @property
     def layers(self) -> Layers:
@@ -106,9 +106,9 @@ class Seen(PlottedResult):
         found: dict[str, tuple[str, list[LayerCall]]] = {}
         for (site, *_), calls in filter(itemgetter(1), self._sites.items()):
             path, number = str(site), 2
-            name = self._shown(path)
+            name = self._display_name(path)
             while name in found or f"{name}[0]" in found:
-                name, number = f"{self._shown(path)}#{number}", number + 1
+                name, number = f"{self._display_name(path)}#{number}", number + 1
             found |= {name + suffix: (path, some) for suffix, some in by_depth(calls).items()}
         return found
 

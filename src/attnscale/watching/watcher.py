@@ -75,7 +75,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         lineage, modules = Lineage(ParameterNames(model)), modules_by_path(model)
         self.norms = QueryKeyNorms(modules, lineage)
         stack = self.stack = ModuleStack(modules, self._ran, self, settings.training)
-        self.seen = Seen(stack.shown, partial(declared, model), self.norms.unused) if seen is None else seen
+        self.seen = Seen(stack.display_name, partial(declared, model), self.norms.unused) if seen is None else seen
         self.seen.misplaced_norms = self.norms.misplaced
         self.plan_recorder = PlanRecorder()
         self.reporter = Reporter(settings, stack, self.seen, self.plan_recorder)
@@ -105,7 +105,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     def _read(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         if not self.norms.are_none:
-            self.norms.took(args, traits.name == "detach")
+            self.norms.note_operands(args, traits.name == "detach")
         if traits.is_kernel:
             self._read_kernel(traits, args, kwargs, result)
         elif is_nested(result) or any(map(is_nested, args)):
@@ -116,14 +116,14 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     def _read_kernel(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         results = result if isinstance(result, tuple) else ()
-        given = dict(zip(traits.results, results, strict=False))
-        given |= dict(zip(traits.arguments, args, strict=False)) | kwargs
+        by_name = dict(zip(traits.results, results, strict=False))
+        by_name |= dict(zip(traits.arguments, args, strict=False)) | kwargs
         output = result[0] if isinstance(result, (tuple, list)) else result
-        if "scaled_dot_product" in traits.name and is_nested(given["query"]):
+        if "scaled_dot_product" in traits.name and is_nested(by_name["query"]):
             self._refuse_nested()
             return
-        for call in kernel_calls(self.tracer.lineage, traits.full_name, given):
-            self._report(call, given.get("value"), output)
+        for call in kernel_calls(self.tracer.lineage, traits.full_name, by_name):
+            self._report(call, by_name.get("value"), output)
 
     def _refuse_nested(self) -> None:
         self.plan_recorder.give_up(NESTED)
@@ -138,7 +138,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     def _ran(self, name: str, output: Any) -> None:
         try:
-            self.norms.ran(name, output)
+            self.norms.note_output(name, output)
             if not in_backward():  # which runs modules again
                 self.plan_recorder.ran(name, self.stack.depth(name))
         except Exception as error:  # a model that runs must go on running
@@ -155,7 +155,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         if self._settings.training and not self.failures and not unfollowed:
             self.seen.plan = self.plan_recorder.plan(self.stack.called, self.seen.unused_norms)
             self.seen.obstacle = self.plan_recorder.obstacle
-        self.seen.unfollowed = [path for path in map(self.stack.shown, unfollowed) if path not in self.seen.layers]
+        self.seen.unfollowed = [
+            path for path in map(self.stack.display_name, unfollowed) if path not in self.seen.layers
+        ]
         if self.failures:
             warnings.warn(
                 f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}",
@@ -251,7 +253,7 @@ class Reporter:
             self._note_run(module)
             self._plan.add_kernel(module, line, call, seen)
         if torch.is_grad_enabled():
-            query, key, by_head = call.given or (call.query, call.key, lambda gradient: gradient)
+            query, key, by_head = call.heads_in_batch or (call.query, call.key, lambda gradient: gradient)
             seen.gradients = GradientLengths.followed(query, key, seen.heads, seen.key_owners, by_head)
         self._seen.note(".".join(filter(None, (module, call.inside))), line, seen, depth)
         return seen.softmax
@@ -266,7 +268,7 @@ class Reporter:
             if product is not None:  # a softmax of anything else is noticed where it mixes values
                 self._plan.give_up("a softmax of a product could not be followed")
             if not are_outputs_of_one_projection(node, axis):  # a loss, or a router
-                self.unread[self._stack.shown(self._stack.innermost)] += 1
+                self.unread[self._stack.display_name(self._stack.innermost)] += 1
             return None
         path = _common(product.modules, self._stack.stack)
         line, depth = self._stack.line_within(path), self._stack.depth(path)

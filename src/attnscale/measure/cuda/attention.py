@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
+from attnscale.attending.ragged import Ragged, as_one_row
 from attnscale.attending.running import run
 from attnscale.measure.cuda.launch import (
     Layout,
@@ -23,7 +24,7 @@ from attnscale.measure.cuda.launch import (
     positive_scale,
     unit_stride,
 )
-from attnscale.measure.cuda.sampled import heads_as_rows, measure, measure_rows
+from attnscale.measure.cuda.sampled import heads_as_rows, measure, measure_rows, own_sinks
 from attnscale.measure.cuda.sdpa import (
     Pass,
     attend_with_lse,
@@ -36,8 +37,11 @@ from attnscale.measure.lengths import max_bound
 from attnscale.measure.pooled import TABLE, Table
 from attnscale.measure.sampling import design
 from attnscale.measure.stats import ScoreStats
+from attnscale.numerics import HALF_DTYPES
+from attnscale.torch_internals import sequences_backward
 from attnscale.visibility import Visibility
 
+BACKWARD_WIDTH = 8  # head dimensions that torch's backward of packed sequences takes are multiples of it
 ENOUGH_PROGRAMS = 100  # of a decoding step, a program a key head; fewer leave most of a GPU idle
 
 
@@ -107,8 +111,8 @@ def attend_sampling(call: Call, rows: int) -> tuple[Tensor, ScoreStats]:
         return attend(call) if attends(call) else (run(call), measure(call, None))
     output, lse = attend_with_lse(call)
     with torch.no_grad():  # the lse bounds the rows that are not looked at, and costs nothing
-        bounds = max_bound(call) if lse is None else lse.detach()
-        return output, measure_rows(call, planned, bounds).stats(capturing())
+        bounds = max_bound(call) if lse is None else lse.detach().amax((0, 2))
+        return output, measure_rows(call, planned, bounds).stats
 
 
 def sample_directly(
@@ -116,15 +120,6 @@ def sample_directly(
 ) -> tuple[Tensor, ScoreStats]:
     """Return what attend_sampling() does, for tensors laid out like some that it has taken."""
     return attend_sampling(Call(query, key, value, Visibility.of(None, is_causal), dropout_p, scale, None), rows)
-
-
-def is_on_hopper(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return True if the Hopper kernel attends with these packed tensors."""
-    if not on_hopper(query.device.index):
-        return False
-    from attnscale.measure.cuda import hopper
-
-    return hopper.takes(layout_key(query), layout_key(key), layout_key(value))
 
 
 def kernel_for(
@@ -181,6 +176,60 @@ def _attended(
 
     output, lse, sums = kernel(query, key, value, scale, starts)
     return output, lse, finish(sums.unsqueeze(1))
+
+
+def measures_sequences(ragged: Ragged) -> bool:
+    """Return True if kernels take this: queries and keys of the same positions, and no mask but a causal one."""
+    row, seen = ragged.row, ragged.row.visibility
+    plain = seen.mask is None and seen.documents is None and seen.first is None and seen.last in (None, 0)
+    if not plain or row.softcap is not None or not kernels_take(row) or is_intercepted(row.query, row.key, row.value):
+        return False
+    return ragged.rows.count > 0 and ragged.rows.equals(ragged.keys)
+
+
+def attends_to_sequences(ragged: Ragged) -> bool:
+    """Return True if one kernel gives the output too, and torch has a backward for it."""
+    row, head_dim = ragged.row, ragged.row.query.shape[-1]
+    is_whole = row.dropout_p == 0.0 and row.sinks is None and row.value.shape[-1] == head_dim
+    if not is_whole or not has_one_dtype(row) or not measures_sequences(ragged):
+        return False
+    has_backward = row.query.dtype in HALF_DTYPES and head_dim % BACKWARD_WIDTH == 0
+    return not _learns(ragged) or (has_backward and sequences_backward() is not None)
+
+
+def attends_to_sequences_for_less(ragged: Ragged) -> bool:
+    """Return True on Hopper, where all rows with the output cost less than torch's kernel and a pass over some."""
+    row = ragged.row
+    if not attends_to_sequences(ragged) or not on_hopper(row.query.device.index):
+        return False
+    from attnscale.measure.cuda import hopper
+
+    return hopper.takes(layout_key(row.query), layout_key(row.key), layout_key(row.value))
+
+
+def attend_to_sequences(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
+    """Return the output of every sequence, (1, heads, total, head_dim), with its gradient, and their statistics."""
+    row, longest = ragged.row, ragged.rows.longest if _learns(ragged) else 0
+    given, is_causal = (row.query, row.key, row.value), row.visibility.last == 0
+    kernel = kernel_for(*given, row.scale, is_causal, in_sequences=True)
+    output, stats = attend_directly(kernel, row.scale, is_causal, *given, ragged.rows.offsets, longest)
+    return as_one_row(output), stats
+
+
+def measure_sequences(ragged: Ragged) -> ScoreStats:
+    """Measure every row without the output."""
+    from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
+
+    row = ragged.row
+    with torch.no_grad():
+        sums = rows.score_rows(row.query, row.key, row.scale, row.visibility.last == 0, ragged.rows.offsets)
+        table = finish.finish(sums.unsqueeze(1), sinks=own_sinks(row))
+    return ScoreStats(row.query.shape[1], exact=True, pool=Table(table), refreshed=capturing())
+
+
+def _learns(ragged: Ragged) -> bool:
+    row = ragged.row
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (row.query, row.key, row.value))
 
 
 class _Attention(torch.autograd.Function):

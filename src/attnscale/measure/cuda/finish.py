@@ -47,7 +47,6 @@ VANISHED: tl.constexpr = tl.constexpr(-1e4)  # e to this is zero; a logit of −
 AT_ONCE: tl.constexpr = tl.constexpr(64)  # programs whose sums are added up
 SATURATED: tl.constexpr = tl.constexpr(SATURATED_TOP1)
 SLACK: tl.constexpr = tl.constexpr(BOUND_SLACK)
-BOUNDS: tl.constexpr = tl.constexpr(4096)  # at a time
 PROGRAMS = 1056  # that pool rows, eight a multiprocessor of an H200
 POOLED_ROWS = 128  # at a time, four a thread of one warp: sums over them need no barriers
 SAMPLED_ROWS = 64  # at a time
@@ -55,7 +54,6 @@ SAMPLED_ROWS = 64  # at a time
 
 @triton.jit(
     do_not_specialize=[
-        "bound_batch", "bound_head", "bound_place", "bound_batches", "bound_places",
         "batch", "heads", "count", "spans", "rows_each",
     ],
     do_not_specialize_on_alignment=["bounds_at", "sinks_at", "table_at"],  # parts of larger tensors
@@ -68,11 +66,6 @@ def finish_kernel(
     left_at: tl.tensor,
     arrived_at: tl.tensor,
     table_at: tl.tensor,
-    bound_batch: tl.tensor,
-    bound_head: tl.tensor,
-    bound_place: tl.tensor,
-    bound_batches: tl.tensor,
-    bound_places: tl.tensor,
     batch: tl.tensor,
     heads: tl.tensor,
     count: tl.tensor,
@@ -173,7 +166,8 @@ def finish_kernel(
         largest = _highest(left_at + HIGHEST, slots)
         bound = largest
         if BOUNDED:
-            own = _bound(bounds_at + head * bound_head, bound_batch, bound_place, bound_batches, bound_places)
+            own = tl.load(bounds_at + head).to(tl.float64)
+            own += SLACK * tl.maximum(tl.abs(own), 1.0)  # for its rounding
             bound = tl.maximum(own, largest, propagate_nan=tl.PropagateNan.ALL)
         _write_row(table_at + head * COLUMNS, sums, largest, bound, _highest(left_at + ABOVE, slots))
         tl.store(arrived_at + head, 0)  # for the next launch
@@ -222,22 +216,6 @@ def _merge_spans(
     mean = first / tl.maximum(visible.to(tl.float64), 1.0)
     deviation = tl.maximum(second - first * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return largest, total, gap / total, participation, mean, deviation, first_key
-
-
-@triton.jit
-def _bound(
-    at: tl.tensor, batch_stride: tl.tensor, place_stride: tl.tensor, batch: tl.tensor, places: tl.tensor
-) -> tl.tensor:
-    """Return the largest upper bound of a head's scores, raised by the slack for rounding."""
-    bound = tl.full([BOUNDS], float("-inf"), tl.float32)
-    for entry in range(batch):
-        for start in range(0, places, BOUNDS):
-            place = start + tl.arange(0, BOUNDS)
-            here = at + entry * batch_stride + place * place_stride
-            found = tl.load(here, mask=place < places, other=float("-inf"))
-            bound = tl.maximum(bound, found, propagate_nan=tl.PropagateNan.ALL)
-    highest = _largest(bound.to(tl.float64))
-    return highest + SLACK * tl.maximum(tl.abs(highest), 1.0)
 
 
 @triton.jit
@@ -312,8 +290,8 @@ def finish(
     """Return the table of the heads whose rows have these sums, (SUMS, spans, batch, heads, rows).
 
     Rows over several spans, or that were sampled, have `weights`: how many positions each row of an entry stands for.
-    `bounds`: upper bounds of the scores of each head, (heads,), or of rows, (batch, heads, q_len); None where every row
-    was looked at. `sinks`, float64 (heads,), are learned logits that join the denominators.
+    `bounds`, float32 (heads,), are upper bounds of the scores of each head, if any is known but the largest score.
+    `sinks`, float64 (heads,), are learned logits that join the denominators.
     """
     _, spans, batch, heads, count = sums.shape
     each = batch * count
@@ -324,12 +302,10 @@ def finish(
     table = torch.empty((heads, TABLE), dtype=torch.float64, device=sums.device) if table is None else table
     left = torch.empty(heads * slots * LEFT.value, dtype=torch.float64, device=sums.device)
     launch = _launch(sums.device.index, weights is not None, bounds is not None, sinks is not None)
-    bounds = sums[0, 0] if bounds is None else bounds.float()
-    bounds = bounds.view(1, heads, 1) if bounds.dim() == 1 else bounds
     launch(
         (slots, heads),
-        *(sums, left if weights is None else weights, bounds, left if sinks is None else sinks),
-        *(left, counters(sums.device, heads), table, *bounds.stride(), bounds.shape[0], bounds.shape[2]),
+        *(sums, left if weights is None else weights, sums if bounds is None else bounds.float()),
+        *(left if sinks is None else sinks, left, counters(sums.device, heads), table),
         *(batch, heads, count, spans, each),
     )
     return table

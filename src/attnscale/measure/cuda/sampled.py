@@ -1,5 +1,9 @@
-"""Statistics without an output on a CUDA device: of every row, or of a few rows a head, whatever they see."""
+"""Statistics without an output on a CUDA device: of every row, or of a few rows a head, whatever they see.
 
+A training step asks for a few rows of each call, written to a buffer: probe().
+"""
+
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -8,14 +12,14 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.launch import capturing, is_intercepted, kernels_take, key_span
-from attnscale.measure.lengths import max_bound
-from attnscale.measure.pooled import NUMBERS, Table, uncertainty_of
+from attnscale.measure.lengths import add_lengths_, max_bound
+from attnscale.measure.pooled import NUMBERS, Pooled, Table, uncertainty_of
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Design, Sample, design
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.torch_internals import current_stream
-from attnscale.visibility import EVERYTHING
+from attnscale.visibility import EVERYTHING, Visibility
 
 DRAWS_AHEAD = 256  # at most
 
@@ -28,11 +32,21 @@ class SampledRows(NamedTuple):
     table: Tensor
     sinks: Tensor | None = None  # learned logits, float64 (heads,), that the table has in the denominators
 
-    def stats(self, refreshed: bool) -> ScoreStats:
-        """Return the statistics; what standard errors need is computed from the sums when one is asked for."""
-        return ScoreStats(self.sums.shape[3], exact=False, pool=Table(self.table, self._errors), refreshed=refreshed)
+    @property
+    def stats(self) -> ScoreStats:
+        """Statistics; what standard errors need is computed from the sums when one is asked for."""
+        return ScoreStats(self.sums.shape[3], exact=False, pool=Table(self.table, self.errors), refreshed=capturing())
 
-    def _errors(self) -> Uncertainty:
+    def on_host(self, table: Tensor) -> Pooled:
+        """Return what a table says that was copied to the host; what errors need is copied when one is asked for."""
+        return Table(table, lambda: self._copied(table).errors())()
+
+    def _copied(self, table: Tensor) -> "SampledRows":
+        sample = replace(self.sample, positions=self.sample.positions.cpu())
+        return self._replace(sample=sample, sums=self.sums.cpu(), table=table)
+
+    def errors(self) -> Uncertainty:
+        """Return the uncertainty of the sums of all rows."""
         rows = RowSums(self.sums[7].long(), *self.sums[:7].double()).over_shards()
         rows = rows if self.sinks is None else rows.with_sinks(self.sinks)
         return uncertainty_of(rows, self.sample, self.table[:, NUMBERS.index("mean")])
@@ -52,7 +66,7 @@ def measure(call: Call, rows: int | None) -> ScoreStats:
     planned = None if rows is None else design(rows, q_len, batch, not seen.is_full)
     with torch.no_grad():
         if planned is not None:
-            return measure_rows(call, planned, max_bound(call)).stats(capturing())
+            return measure_rows(call, planned, max_bound(call)).stats
         sinks = own_sinks(call)
         if not seen.is_plain or call.softcap is not None:
             table = finish.finish(masked_rows.score_masked_rows(call, None, kv_len), sinks=sinks)
@@ -82,6 +96,37 @@ def heads_as_rows(query: Tensor, key: Tensor) -> Tensor:
     return query.reshape(batch, key.shape[1], heads // key.shape[1], head_dim)
 
 
+def probe(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    hidden_keys: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    rows: int,
+    table: Tensor,
+    lengths: Tensor,
+) -> SampledRows | None:
+    """Measure about `rows` rows a head into a table; None where no kernel takes the call.
+
+    The mask, (batch or 1, heads or 1, q_len or 1, kv_len), is of booleans. Rows of `padding`, (batch, q_len), and
+    `hidden_keys`, (batch or 1, kv_len), do not count. To `lengths` is added what add_lengths_() adds.
+    """
+    seen = Visibility(last=0 if is_causal else None, mask=mask)
+    seen = seen if padding is None else seen.without_rows(padding)
+    call = Call(query, key, key, seen, 0.0, scale, None)
+    takes_mask = mask is None or (mask.dim() == 4 and mask.dtype == torch.bool and mask.shape[-1] == key.shape[2])
+    if not takes_mask or len(query) != len(key) or not measures(call):
+        return None
+    planned = design(rows, query.shape[2], len(query), not seen.is_full)
+    if planned is None:
+        return None  # so many rows are all there are
+    with torch.no_grad():
+        add_lengths_(lengths, query, key, padding, hidden_keys)
+        return measure_rows(call, planned, None, table=table)
+
+
 def own_sinks(call: Call) -> Tensor | None:
     """Return a copy of its learned sinks, (heads,), in float64."""
     return None if call.sinks is None else call.sinks.detach().to(torch.float64, copy=True)
@@ -90,7 +135,7 @@ def own_sinks(call: Call) -> Tensor | None:
 def measure_rows(call: Call, planned: Design, bounds: Tensor | None, table: Tensor | None = None) -> SampledRows:
     """Measure a draw of rows, whatever they see; what a mask hides is False or −∞.
 
-    `bounds` are upper bounds of scores: the lse of every row, or one of each head; None: they are told
+    `bounds` are upper bounds of scores: one of each head; None: they are told
     otherwise. `table` is written to, if given.
     """
     from attnscale.measure.cuda import finish, masked_rows  # not before it is needed: a CPU may have no triton

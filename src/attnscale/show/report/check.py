@@ -1,21 +1,27 @@
 """The reports of `attnscale check` and `attnscale compare`."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from attnscale.checking import Checked, Group, Line
+from attnscale.checking import Checked, Group
 from attnscale.comparing import Comparison, HeadChange
-from attnscale.comparing.backend_comparison import HEADINGS, BackendComparison
+from attnscale.comparing.backend_comparison import BackendComparison
 from attnscale.comparing.profiles import COMPARED, RATIOS
 from attnscale.comparing.statistic_change import LEVEL
 from attnscale.diagnose.finding import grouped
-from attnscale.diagnose.what_if import COLUMNS
 from attnscale.measure.statistics import STATISTICS, Place, in_place
 from attnscale.plain import finite
 from attnscale.show.figures import Axis, Figure, Heat, ticks
-from attnscale.show.page import Note, Page, Row, Section, Table, Terms, render
-from attnscale.show.report.heads import concentrated_heads, critical_spreads, errors_of, map_of_layers, spread_of
-from attnscale.show.text import Column, by_pattern, columns, place
+from attnscale.show.page import Note, Page, Section, Terms, render
+from attnscale.show.report.heads import (
+    concentrated_heads,
+    critical_spreads,
+    map_of_layers,
+    sampling_of,
+    score_histograms,
+    spread_of,
+)
+from attnscale.show.tables import backend_table, layer_table, what_if_table
+from attnscale.show.text import place
 from attnscale.watching.seen import padding_note
 
 CRITICAL_SPREAD = {"critical spread": "√(2 ln n): of n scores that spread wider, a few keys take most of the weight"}
@@ -57,42 +63,21 @@ def note_of(group: Group, where: str = "") -> Note:
 def _of_layers(checked: Checked) -> Iterator[Section]:
     layers = checked.audit.layers
     footnotes = tuple(f"{word}: {meaning}" for word, meaning in checked.footnotes.items())
-    yield Section("layers", "Layer by layer", (table_of(checked.lines), *footnotes))
+    yield Section("layers", "Layer by layer", (layer_table(checked.lines), *footnotes))
     yield Section("heads", "Head by head", ((map_of_layers("head-map", layers),),))
+    if (histograms := score_histograms("score-histograms", layers)) is not None:
+        yield Section("scores", "The scores", ((histograms,),))
     spreads = critical_spreads("critical-spreads", list(map(spread_of, layers.values())))
     yield Section("critical-spread", "Spread and critical spread", ((spreads,),))
     if (weights := concentrated_heads("sharp-heads", layers)) is not None:
         told = "The weights of heads beyond the critical spread, in the first sequence. Each row is a query."
         yield Section("sharp", "Where concentrated heads look", (told, (weights,)))
     if checked.what_if is not None:
-        rows = (Row((row.name, *row.numbers()), current=at == 0) for at, row in enumerate(checked.what_if.rows))
         told = (
             f"Computed from the queries, keys and values of {checked.focus} in this forward pass, with its own masks "
             "and biases. Output change is relative to the norm of the output; a dash if the values could not be read."
         )
-        table = Table(("scale by", *(heading.replace("\n", " ") for heading in COLUMNS)), (("", tuple(rows)),))
-        yield Section("what-if", "What another scale would do", (told, table))
-
-
-def table_of(lines: tuple[Line, ...], caption: str = "") -> Table:
-    """Return the table of layers."""
-    by_name, cells = {line.name: line for line in lines}, columns()
-    groups = tuple(
-        (title, tuple(_row(index or "·", by_name[name], cells) for index, name in members))
-        for title, members in by_pattern(by_name)
-    )
-    headings = ("layer", *map(unbroken, cells), "verdict")
-    return Table(headings, groups, frozenset({0, len(headings) - 1}), caption)
-
-
-def unbroken(column: Column[Any]) -> str:
-    """Return the heading of a column, in which top-1 does not break."""
-    return column.long.replace("-", "\N{NON-BREAKING HYPHEN}")
-
-
-def _row(index: str, line: Line, shown: Iterable[Column[Line]]) -> Row:
-    cells = (column.cell(line) for column in shown)
-    return Row((index, *cells, line.verdict_text), line.name, line.severity or "fine")
+        yield Section("what-if", "What another scale would do", (told, what_if_table(checked.what_if)))
 
 
 def words_of_models() -> Terms:
@@ -114,7 +99,7 @@ def _method(checked: Checked) -> Section:
     )
     padding = padding_note(checked.audit.layers.values())
     text = " ".join([told, *padding, *checked.notes])
-    return Section("method", "How it was measured", (text, errors_of(checked.audit.layers), words_of_models()))
+    return Section("method", "How it was measured", (text, sampling_of(checked.audit.layers), words_of_models()))
 
 
 def comparison_page(comparison: Comparison | BackendComparison) -> str:
@@ -157,9 +142,6 @@ def backends_report(comparison: BackendComparison) -> Page:
         for row in comparison.differing
         for each in row.differences
     ]
-    tones = ("warning" if row.differences else "fine" for row in comparison.rows)
-    lines = tuple(Row(cells, tone=tone) for cells, tone in zip(comparison.cells(), tones, strict=True))
-    table = Table(HEADINGS, (("", lines),), frozenset({0, 1, len(HEADINGS) - 1}))
     told = (
         f"The same weights and the same batch ({comparison.fed}), once with each backend, in evaluation mode. The "
         "output is that of the layer's module; its change is relative to the first backend, without padding. "
@@ -172,7 +154,7 @@ def backends_report(comparison: BackendComparison) -> Page:
         tone="fine" if comparison.is_compared and comparison.first is None else "warning",
         notes=tuple(notes),
         sections=(
-            *((Section("layers", "Layer by layer", (table,)),) if lines else ()),
+            *((Section("layers", "Layer by layer", (backend_table(comparison),)),) if comparison.rows else ()),
             Section("method", "How it was compared", (told, *comparison.remarks)),
         ),
     )
@@ -188,19 +170,10 @@ def _heads(comparison: Comparison) -> Section:
     measured = [name for name in COMPARED if any(name in head.moves for head in heads)]
     shown = [name for name in measured if any(head.moves[name].size for head in heads if name in head.moves)]
     same = [STATISTICS[name].long for name in measured if name not in shown]
-    groups = tuple(
-        (
-            f"layer {layer}" if layer.isdigit() else layer,
-            tuple(_moves(head, shown) for head in heads if head.layer == layer),
-        )
-        for layer in dict.fromkeys(head.layer for head in heads)
-    )
-    headings = ("head", *(STATISTICS[name].long for name in shown), "changed")
-    table = Table(headings, groups, frozenset({0, len(headings) - 1}))
     views = {STATISTICS[name].long: _map(comparison, name) for name in shown}
     figures = ((Figure("change-map", views, choose="Colour heads by the change of"),),) if views else ()
     unchanged = (f"The same in all heads: {', '.join(same)}.",) if same else ()
-    return Section("heads", "Head by head", (*figures, *((table,) if shown else ()), *unchanged))
+    return Section("heads", "Head by head", (*figures, *unchanged))
 
 
 def _map(comparison: Comparison, statistic: str) -> Heat:
@@ -231,11 +204,3 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
         ),
         errors=[[None if move is None else finite(entry.factor * move.error) for move in row] for row in moves],
     )
-
-
-def _moves(head: HeadChange, shown: list[str]) -> Row:
-    cells = tuple(head.moves[name].text if name in head.moves else "–" for name in shown)
-    has_changed = head.changed or head.sees_others
-    verdict, tone = (head.reason, "note") if has_changed else ("no", "fine")
-    tone = "warning" if head.worse else tone
-    return Row((str(head.head), *cells, verdict), head.place, tone)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
@@ -14,15 +15,16 @@ from attnscale.diagnose.verdict import Verdict, head_verdicts
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.plain import finite, plain
 from attnscale.show.figures import Axis, Chart, Figure, Heat, Number, Series, known_values, mean, ticks
-from attnscale.show.page import Row, Table
 from attnscale.show.text import number
 from attnscale.theory.limits import critical_spread
 from attnscale.train.record import Record
 from attnscale.watching import Layer
 
 OUTLIERS = 20.0  # times the median: from here on colours follow the logarithm
-SHOWN = 8  # heads whose weights are shown
+SHOWN = 8  # heads whose weights are shown, and layers whose scores are
 SIDE = 64  # fields a side, at most
+BINS = 40  # of a histogram
+ROOM = 1.7  # times its highest bar: the density of a narrow expectation may be higher, and is cut
 Values = Sequence[Sequence[Number]]
 
 
@@ -104,24 +106,16 @@ def _padded(values: Values) -> Values:
     return [[*plain(row), *[None] * (width - len(row))] for row in values]
 
 
-def errors_of(layers: Mapping[str, Layer]) -> Table | str:
-    """Return the standard errors over all heads where rows were sampled; a sentence where there are none."""
+def sampling_of(layers: Mapping[str, Layer]) -> str:
+    """Return a sentence on the rows that were measured, and what that leaves open."""
     stats = [layer.stats for layer in layers.values()]
     if all(one.exact for one in stats):
         return "Every row was measured, so no number has a sampling error."
-    rows = []
-    for entry in mapped():
-        if entry.has_error and entry.attribute is not None:
-            errors = entry.factor * torch.cat([one.stderr(entry.attribute).double() for one in stats])
-            known = errors[torch.isfinite(errors)]
-            typical, worst = (float(known.median()), float(known.max())) if len(known) else (math.nan, math.nan)
-            rows.append(Row((entry.long, number(typical), number(worst))))
     bound = max(float(one.max_bound.nan_to_num(-torch.inf).max()) for one in stats)
-    caption = (
-        "Standard errors of single heads, because only some rows were measured. The largest score has an upper bound "
+    return (
+        "Only some rows were measured: ± is the standard error that follows. The largest score has an upper bound "
         f"instead: no score exceeds {number(bound)}."
     )
-    return Table(("", "typical standard error", "largest"), (("", tuple(rows)),), caption=caption)
 
 
 def concentrated_heads(name: str, layers: Mapping[str, Layer]) -> Figure | None:
@@ -229,3 +223,43 @@ def _spread_notice(spreads: Sequence[Spread]) -> str:
         f"{nearest.name}: its spread is {number(nearest.mean)} over {nearest.keys:.0f} keys, the critical spread "
         f"{number(nearest.critical)}."
     )
+
+
+def score_histograms(name: str, layers: Mapping[str, Layer]) -> Figure | None:
+    """Return the scores of the widest head of layers whose spread is widest, beside their theoretical densities."""
+    spreads = {name: layer.stats.std_within_rows.double().nan_to_num(-1.0) for name, layer in layers.items()}
+    widest = sorted((name for name in layers if layers[name].kept), key=lambda name: -float(spreads[name].max()))
+    found = {name: _histogram(layers[name], int(spreads[name].argmax())) for name in widest[:SHOWN]}
+    views = {name: chart for name in layers if (chart := found.get(name)) is not None}
+    return Figure(name, views, choose="Scores of") if views else None
+
+
+def _histogram(layer: Layer, head: int) -> Chart | None:
+    # The logarithm of a weight is its score but for a constant of the row: masks, biases and soft-caps are in it.
+    logs = layer.weights(head).double().cpu().log()
+    visible = torch.isfinite(logs)
+    means = torch.where(visible, logs, 0.0).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
+    scores = (logs - means)[visible].numpy()
+    if len(scores) < BINS or not scores.std() > 0:
+        return None
+    density, edges = np.histogram(scores, BINS, density=True)
+    middles = (edges[1:] + edges[:-1]) / 2
+    expected = abs(layer.scale_expected) * float(layer.query_norm[head] * layer.key_norm[head]) / layer.head_dim**0.5
+
+    x, measured, top = middles.tolist(), density.tolist(), ROOM * float(density.max())
+
+    def normal(spread: float) -> list[Number]:
+        values = np.exp(-((middles / spread) ** 2) / 2) / (spread * math.sqrt(2 * math.pi))
+        return [float(value) if value <= top else None for value in values]
+
+    series = (
+        Series("scores measured", x, measured, [0.0] * BINS, measured),
+        Series("normal, of the measured spread", x, normal(scores.std()), tone="ink"),
+        *([Series("normal, of the expected spread", x, normal(expected), tone=1, dashed=True)] if expected > 0 else []),
+    )
+    axes = Axis("score above its row’s mean"), Axis("density", range=(0.0, top))
+    notice = (
+        f"Head {head} of {layer.name}, the widest of its layer, in the first sequence: spread {number(scores.std())}; "
+        f"for independent queries and keys of the same norms it would be {number(expected)}."
+    )
+    return Chart(series, *axes, notice)

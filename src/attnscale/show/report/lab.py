@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from attnscale.lab import experiment as lab
 from attnscale.show.figures import Axis, Chart, Figure, Heat, Series
-from attnscale.show.page import Note, Page, Row, Section, Table, Terms, render
+from attnscale.show.page import Note, Page, Section, Terms, render
+from attnscale.show.tables import lab_table
 from attnscale.show.text import shown
 
 SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
@@ -29,7 +30,9 @@ def lab_report(result: lab.Result) -> Page:
         if not _is_map(plot)
     ]
     sections += [Section("maps", "Side by side", (tuple(maps),))] if maps else []
-    sections += [Section(f"table-{index}", table.title, (_table(table),)) for index, table in enumerate(result.tables)]
+    sections += [
+        Section(f"table-{index}", table.title, (lab_table(table),)) for index, table in enumerate(result.tables)
+    ]
     if result.settings:
         settings = Terms({name: shown(value) for name, value in result.settings.items()})
         sections.append(Section("method", "How it was measured", (settings,)))
@@ -92,10 +95,3 @@ def _heat(plot: lab.Heatmap) -> Heat:
         high=max(known, default=1.0) if plot.high is None else plot.high,
         notice=plot.notice,
     )
-
-
-def _table(table: lab.Table) -> Table:
-    rows = tuple(Row(tuple(map(shown, row))) for row in table.rows)
-    columns = range(len(table.columns))
-    words = {column for column in columns if any(isinstance(row[column], str | bool) for row in table.rows)}
-    return Table(table.columns, (("", rows),), text=frozenset({0, *words}))

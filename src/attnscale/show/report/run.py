@@ -1,17 +1,29 @@
-"""The report of a monitor's log."""
+"""The reports of training runs: of a monitor's log, and of the demo's two runs side by side."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
+from attnscale.checking import Checked
 from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.scores import EXPLODING
+from attnscale.lab.demo import Twins
 from attnscale.measure.statistics import STATISTICS, Place, Statistic
 from attnscale.show.figures import Axis, Chart, Figure, Series, known_values, legend, mean
-from attnscale.show.page import Page, Row, Section, Table, Terms, render
-from attnscale.show.report.check import CRITICAL_SPREAD, meanings, note_of, unbroken
-from attnscale.show.report.heads import critical_spread_over, critical_spreads, map_of_record, mapped, spreads_of
-from attnscale.show.run import columns, conclusion
-from attnscale.show.text import by_pattern, number, place
+from attnscale.show.page import Page, Section, Terms, render
+from attnscale.show.report.check import CRITICAL_SPREAD, meanings, note_of, words_of_models
+from attnscale.show.report.heads import (
+    critical_spread_over,
+    critical_spreads,
+    map_of_layers,
+    map_of_record,
+    mapped,
+    score_histograms,
+    spreads_of,
+)
+from attnscale.show.run import conclusion
+from attnscale.show.tables import layer_table, run_table
+from attnscale.show.text import number, place, shown
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run, summarise
 
@@ -39,7 +51,7 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
         spread = STATISTICS["spread"].long
         beside = Figure("spread-curves", {spread: curves.views[spread]})
         sections.append(Section("learning", "Learning, beside the spread", ((learned, beside),)))
-    sections.append(Section("layers", "Layer by layer", (_table(run),)))
+    sections.append(Section("layers", "Layer by layer", (run_table(run),)))
     if spreads:
         title_of = f"Spread and critical spread, at step {run.last_step}"
         sections.append(Section("lying", title_of, ((critical_spreads("critical-spread", spreads),),)))
@@ -53,20 +65,6 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
         notes=notes,
         sections=(*sections, _method(run, records)),
     )
-
-
-def _table(run: Run) -> Table:
-    layers = {layer.name: layer for layer in run.layers}
-    groups = tuple(
-        (title, tuple(_row(index or "·", layers[name]) for index, name in members))
-        for title, members in by_pattern(layers)
-    )
-    return Table(("layer", *map(unbroken, columns()), "not before step"), groups)
-
-
-def _row(index: str, layer: LayerRun) -> Row:
-    earliest = "–" if layer.crossing is None else f"{layer.crossing.earliest:.0f}"
-    return Row((index, *(column.cell(layer) for column in columns()), earliest), layer.name)
 
 
 def _method(run: Run, records: Sequence[Record]) -> Section:
@@ -253,3 +251,46 @@ def _growth_notice(run: Run) -> str:
 def _change_notice(statistic: Statistic, records: Sequence[Record]) -> str:
     first, last = (statistic.factor * record.whole(statistic.name) for record in (records[0], records[-1]))
     return f"Over all layers the mean {statistic.long} went from {number(first)} to {number(last)}."
+
+
+def twins_page(twins: Twins) -> str:
+    """Return the report of training runs side by side as a string."""
+    return render(twins_report(twins))
+
+
+def twins_report(twins: Twins) -> Page:
+    """Return training runs side by side, as a report; parts that no run has are left out."""
+    return Page("attnscale demo", twins.title, twins.verdict, "note", (), tuple(_sections(twins)), twins.explanation)
+
+
+def _sections(twins: Twins) -> Iterator[Section]:
+    if losses := {run.name: run.losses for run in twins.runs if run.losses}:
+        yield Section("learning", "Learning", ((Figure("losses", {"loss": loss_chart("loss", dict(losses))}),),))
+    if shares := [(run.name, run.received) for run in twins.runs if run.received]:
+        yield Section("received", "How queries share the gradient, before the first step", ((_shares(shares),),))
+    if recorded := [(run.name, run.records) for run in twins.runs if run.records]:
+        yield Section("run", "Attention during training", ((runs_over_time("run-curves", recorded),),))
+    if audits := [(run.name, run.audit) for run in twins.runs if run.audit is not None]:
+        for title, figure in (("Head by head", map_of_layers), ("The scores", score_histograms)):
+            figures = [
+                (name, figure(f"{figure.__name__}-{at}", audit.layers)) for at, (name, audit) in enumerate(audits)
+            ]
+            beside = tuple(replace(found, caption=name) for name, found in figures if found is not None)
+            if beside:
+                yield Section(figure.__name__, f"{title}, at the end", (beside,))
+        tables = [layer_table(Checked(name, "", "", None, (), audit).lines, name) for name, audit in audits]
+        yield Section("layers", "Layer by layer, at the end", tuple(tables))
+    settings = Terms({name: shown(value) for name, value in twins.settings.items()})
+    yield Section("method", "How it was measured", (settings, words_of_models()))
+
+
+def _shares(runs: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> Figure:
+    """Return the share of the gradient that the queries with the smallest gradients receive together."""
+    lines = (
+        Series(name, [x for x, _ in curve], [y for _, y in curve], tone=tone, marks=True)
+        for tone, (name, curve) in enumerate(runs)
+    )
+    even = Series("equal shares", (0.0, 1.0), (0.0, 1.0), tone="ink", dashed=True)
+    notice = "The lower a line runs, the less evenly queries share the gradient. A share says nothing of its size."
+    axes = Axis("share of the queries, smallest gradient first"), Axis("share of the gradient", range=(0.0, 1.0))
+    return Figure("shares", {"": Chart((*lines, even), *axes, notice)})

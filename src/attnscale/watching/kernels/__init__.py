@@ -40,10 +40,10 @@ READERS: dict[str, Reader] = {
 ARGUMENTS = {"flex_attention": sdpa.ARGUMENTS}
 
 
-def kernel_calls(lineage: Lineage, name: str, given: dict[str, Any]) -> Iterator[KernelCall]:
-    """Return the attentions that a call of a kernel computes; `given` are its arguments and results by name."""
+def kernel_calls(lineage: Lineage, name: str, args: dict[str, Any]) -> Iterator[KernelCall]:
+    """Return the attentions that a call of a kernel computes; `args` are its arguments and results, by name."""
     reader = _reader(name)
-    return iter(()) if reader is None else map(with_heads_on_their_axis, reader(lineage, given))
+    return iter(()) if reader is None else map(with_heads_on_their_axis, reader(lineage, args))
 
 
 def _reader(name: str) -> Reader | None:
@@ -111,7 +111,7 @@ def with_heads_on_their_axis(call: KernelCall) -> KernelCall:
         value_node=None if call.value_node is None else order.node(call.value_node),
         value=None if call.value is None else order.tensor(call.value),
         lse=None if call.lse is None else order.tensor(call.lse),
-        given=(call.query, call.key, order.tensor),
+        heads_in_batch=(call.query, call.key, order.tensor),
     )
 
 

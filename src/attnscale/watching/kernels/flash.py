@@ -14,59 +14,59 @@ from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall
 
 
-def flash(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
+def flash(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read flash-attn: (batch, positions, heads, features), causal aligned to the last key."""
-    yield _flash_kernel(given, *(lineage.node(given[name]) for name in ("q", "k", "v")))
+    yield _flash_kernel(args, *(lineage.node(args[name]) for name in ("q", "k", "v")))
 
 
-def flash_varlen(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
+def flash_varlen(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read flash-attn over sequences laid end to end."""
-    starts = {name: given[f"cu_seqlens_{name}"].tolist() for name in ("q", "k")}
+    starts = {name: args[f"cu_seqlens_{name}"].tolist() for name in ("q", "k")}
     starts["v"] = starts["k"]
     for number in range(len(starts["q"]) - 1):
         parts = {name: slice(*starts[name][number : number + 2]) for name in starts}
-        one = {**given, **{name: given[name][None, part] for name, part in parts.items()}}
+        one = {**args, **{name: args[name][None, part] for name, part in parts.items()}}
         if one["q"].numel() and one["k"].numel():
-            yield _flash_kernel(one, *(_part(lineage.node(given[name]), part) for name, part in parts.items()))
+            yield _flash_kernel(one, *(_part(lineage.node(args[name]), part) for name, part in parts.items()))
 
 
-def varlen(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
+def varlen(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read _varlen_attn and _flash_attention_forward: (total, heads, features), or a batch of one length."""
-    left, right = given.get("window_size") or (given.get("window_size_left"), given.get("window_size_right"))
-    starts = [given.get(name) for name in ("cu_seq_q", "cu_seq_k")]
-    starts = [given.get(name) for name in ("cum_seq_q", "cum_seq_k")] if starts[0] is None else starts
-    arguments = _as_flash(given, starts, bool(given.get("is_causal")), left, right)
+    left, right = args.get("window_size") or (args.get("window_size_left"), args.get("window_size_right"))
+    starts = [args.get(name) for name in ("cu_seq_q", "cu_seq_k")]
+    starts = [args.get(name) for name in ("cum_seq_q", "cum_seq_k")] if starts[0] is None else starts
+    arguments = _as_flash(args, starts, bool(args.get("is_causal")), left, right)
     yield from (flash if starts[0] is None else flash_varlen)(lineage, arguments)
 
 
-def efficient(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
+def efficient(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read aten::_efficient_attention_forward: (1, total, heads, features) of sequences, or a batch of one length."""
-    starts = [given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
-    first_key, last_key = (given.get("custom_mask_type") == kind for kind in (1, 2))
-    if given.get("bias") is not None or (first_key and not _are_alike(given, starts)):
+    starts = [args.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    first_key, last_key = (args.get("custom_mask_type") == kind for kind in (1, 2))
+    if args.get("bias") is not None or (first_key and not _are_alike(args, starts)):
         return  # what flash's arguments cannot say: its causality is aligned to the last key
     if starts[0] is None:
-        yield from flash(lineage, _as_flash(given, starts, first_key or last_key, None, None))
+        yield from flash(lineage, _as_flash(args, starts, first_key or last_key, None, None))
         return
-    squeezed = {name: given[name].squeeze(0) for name in ("query", "key", "value")}
+    squeezed = {name: args[name].squeeze(0) for name in ("query", "key", "value")}
     for name, tensor in squeezed.items():
-        lineage.write(tensor, _squeezed(lineage.node(given[name])))
-    yield from flash_varlen(lineage, _as_flash(given | squeezed, starts, first_key or last_key, None, None))
+        lineage.write(tensor, _squeezed(lineage.node(args[name])))
+    yield from flash_varlen(lineage, _as_flash(args | squeezed, starts, first_key or last_key, None, None))
 
 
-def _flash_kernel(given: dict[str, Any], query: Node, key: Node, value: Node) -> KernelCall:
-    turned = {name: given[name].transpose(1, 2) for name in ("q", "k")}
+def _flash_kernel(args: dict[str, Any], query: Node, key: Node, value: Node) -> KernelCall:
+    turned = {name: args[name].transpose(1, 2) for name in ("q", "k")}
     return KernelCall(
         "flash",
         turned["q"],
         turned["k"],
-        float(given["softmax_scale"]),
+        float(args["softmax_scale"]),
         _turned(query),
         _turned(key),
-        _visibility(given),
-        softcap=given.get("softcap") or None,
+        _visibility(args),
+        softcap=args.get("softcap") or None,
         value_node=_turned(value),
-        value=given["v"].transpose(1, 2),
+        value=args["v"].transpose(1, 2),
     )
 
 
@@ -81,11 +81,11 @@ def _turned(node: Node) -> Node:
     return moved(node, (batch, heads, length, width), transposed(4, 1, 2))
 
 
-def _visibility(given: dict[str, Any]) -> Visibility:
-    left = given.get("window_size_left")
-    right = 0 if given.get("causal") else given.get("window_size_right")
-    q_len, kv_len = given["q"].shape[1], given["k"].shape[1]
-    if given.get("causal") and q_len == 1:
+def _visibility(args: dict[str, Any]) -> Visibility:
+    left = args.get("window_size_left")
+    right = 0 if args.get("causal") else args.get("window_size_right")
+    q_len, kv_len = args["q"].shape[1], args["k"].shape[1]
+    if args.get("causal") and q_len == 1:
         right = None  # one row, which is the last, sees every key
     ahead = kv_len - q_len
     return Visibility(
@@ -94,12 +94,12 @@ def _visibility(given: dict[str, Any]) -> Visibility:
     )
 
 
-def _as_flash(given: dict[str, Any], starts: list[Any], causal: bool, left: Any, right: Any) -> dict[str, Any]:
-    query, scale = given["query"], given.get("scale")
+def _as_flash(args: dict[str, Any], starts: list[Any], causal: bool, left: Any, right: Any) -> dict[str, Any]:
+    query, scale = args["query"], args.get("scale")
     return {
         "q": query,
-        "k": given["key"],
-        "v": given["value"],
+        "k": args["key"],
+        "v": args["value"],
         "cu_seqlens_q": starts[0],
         "cu_seqlens_k": starts[0] if starts[1] is None else starts[1],
         "softmax_scale": query.shape[-1] ** -0.5 if scale is None else scale,
@@ -109,9 +109,9 @@ def _as_flash(given: dict[str, Any], starts: list[Any], causal: bool, left: Any,
     }
 
 
-def _are_alike(given: dict[str, Any], starts: list[Any]) -> bool:
+def _are_alike(args: dict[str, Any], starts: list[Any]) -> bool:
     if starts[0] is None:
-        return bool(given["query"].shape[1] == given["key"].shape[1])
+        return bool(args["query"].shape[1] == args["key"].shape[1])
     return starts[1] is None or bool((starts[0] == starts[1]).all())
 
 

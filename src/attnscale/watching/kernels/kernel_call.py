@@ -66,7 +66,7 @@ class KernelCall:
     hidden: Tensor | None = None  # keys, by its mask from every query, where that was told
     lse: Tensor | None = None  # of every row, (batch, heads, q_len), where the kernel left it
     # query and key with heads in the place of the batch, and what puts heads on their axis; None: heads are there
-    given: tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None = None
+    heads_in_batch: tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None = None
     softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # which is told what becomes of its weights
 
     def measure(self, rows: int | None, keep: bool) -> MeasuredCall:

@@ -15,10 +15,10 @@ from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall, ScoreMod
 
 
-def sdpa(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
+def sdpa(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read SDPA: (batch, heads, positions, features), causal aligned to the first key."""
-    query, key, scale = given["query"], given["key"], given.get("scale")
-    mask = given.get("attn_mask") if given.get("attn_mask") is not None else given.get("attn_bias")
+    query, key, scale = args["query"], args["key"], args.get("scale")
+    mask = args.get("attn_mask") if args.get("attn_mask") is not None else args.get("attn_bias")
     if query.dim() == 4 and not query.is_nested:
         yield KernelCall(
             "sdpa",
@@ -27,63 +27,63 @@ def sdpa(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
             query.shape[-1] ** -0.5 if scale is None else float(scale),
             lineage.node(query),
             lineage.node(key),
-            Visibility.of(mask, bool(given.get("is_causal"))),
-            value_node=lineage.node(given["value"]),
-            value=given["value"],
-            drops=bool(given.get("dropout_p")),
-            lse=given.get("logsumexp") if query.device.type == "cpu" else None,
+            Visibility.of(mask, bool(args.get("is_causal"))),
+            value_node=lineage.node(args["value"]),
+            value=args["value"],
+            drops=bool(args.get("dropout_p")),
+            lse=args.get("logsumexp") if query.device.type == "cpu" else None,
         )
 
 
-def one_pass(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
+def one_pass(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read attention_with_stats on a CPU: what every row sees by its position, its document and a mask."""
-    query, key, value = given["query"], given["key"], given["value"]
-    own, theirs = given.get("documents_q"), given.get("documents_k")
+    query, key, value = args["query"], args["key"], args["value"]
+    own, theirs = args.get("documents_q"), args.get("documents_k")
     documents = None if own is None or theirs is None else (own, theirs)
     yield KernelCall(
         "sdpa",
         query,
         key,
-        given["scale"],
+        args["scale"],
         lineage.node(query),
         lineage.node(key),
-        Visibility(given.get("last"), given.get("first"), given.get("mask"), documents),
-        softcap=given.get("softcap"),
+        Visibility(args.get("last"), args.get("first"), args.get("mask"), documents),
+        softcap=args.get("softcap"),
         value_node=lineage.node(value),
         value=value,
     )
 
 
-def multi_head_attention(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
+def multi_head_attention(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read the fast path of nn.MultiheadAttention, which projects inside."""
-    heads, weight, bias = given["num_head"], given["qkv_weight"], given["qkv_bias"]
-    width, mask, mask_type = weight.shape[1], given.get("mask"), given.get("mask_type")
-    sources = [given["query"], given["key"], given["value"]]
-    if given["query"].is_nested:  # then all are the same
-        padded, mask = _padded(given["query"])
+    heads, weight, bias = args["num_head"], args["qkv_weight"], args["qkv_bias"]
+    width, mask, mask_type = weight.shape[1], args.get("mask"), args.get("mask_type")
+    sources = [args["query"], args["key"], args["value"]]
+    if args["query"].is_nested:  # then all are the same
+        padded, mask = _padded(args["query"])
         sources, mask_type = [padded] * 3, None
     query, key, value = (
         F.linear(source, weight[start : start + width], bias[start : start + width])
         for source, start in zip(sources, (0, width, 2 * width), strict=True)
     )
     for kernel in _projected_inside(query, key, value, heads, mask, mask_type):
-        own = given["query"] is given["key"]
+        own = args["query"] is args["key"]
         yield replace(kernel, attends_itself=own, origins=_packed_origins(lineage, weight, bias, heads))
 
 
-def encoder_layer(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
+def encoder_layer(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read the fast path of nn.TransformerEncoderLayer."""
-    source, width = given["src"], given["embed_dim"]
-    mask, mask_type = given.get("mask"), given.get("mask_type")
+    source, width = args["src"], args["embed_dim"]
+    mask, mask_type = args.get("mask"), args.get("mask_type")
     if source.is_nested:
         source, mask = _padded(source)
         mask_type = None
-    if given["norm_first"]:
-        source = F.layer_norm(source, (width,), given["norm_weight_1"], given["norm_bias_1"], given["eps"])
-    packed = F.linear(source, given["qkv_weight"], given["qkv_bias"])
+    if args["norm_first"]:
+        source = F.layer_norm(source, (width,), args["norm_weight_1"], args["norm_bias_1"], args["eps"])
+    packed = F.linear(source, args["qkv_weight"], args["qkv_bias"])
     query, key, value = packed.chunk(3, dim=-1)
-    for kernel in _projected_inside(query, key, value, given["num_heads"], mask, mask_type):
-        origins = _packed_origins(lineage, given["qkv_weight"], given["qkv_bias"], given["num_heads"])
+    for kernel in _projected_inside(query, key, value, args["num_heads"], mask, mask_type):
+        origins = _packed_origins(lineage, args["qkv_weight"], args["qkv_bias"], args["num_heads"])
         yield replace(kernel, inside="self_attn", attends_itself=True, origins=origins)
 
 
@@ -118,12 +118,12 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def flex(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
+def flex(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read FlexAttention: its two functions are called to find out what they do to scores."""
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    modify = _modification(given["score_mod"], given["block_mask"][-1], given["score_buffers"], given["mask_buffers"])
+    query, key, value = (args[name] for name in ("query", "key", "value"))
+    modify = _modification(args["score_mod"], args["block_mask"][-1], args["score_buffers"], args["mask_buffers"])
     yield KernelCall(
-        "flex", query, key, float(given["scale"]), lineage.node(query), lineage.node(key), score_mod=modify,
+        "flex", query, key, float(args["scale"]), lineage.node(query), lineage.node(key), score_mod=modify,
         value_node=lineage.node(value), value=value,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ const data = JSON.parse(byId("explore-data").textContent);
 const REST = 250; // milliseconds without a change
 const PANELS = {
   phenomenon: [drawColumns], "vectors-panel": [drawVectors], "proof-panel": [drawProof], "own-panel": [drawOwn, drawCritical],
-  "gradient-panel": [drawGradient], "along-panel": [drawAlong], model: [drawModel],
+  "gradient-panel": [drawGradient], "along-panel": [drawAlong], "start-panel": [drawKappa], model: [drawModel], runs: [drawRuns],
 };
 
 let settings, resting;
@@ -98,6 +98,8 @@ function listen() {
     toStep(Number(target.dataset.step));
     byId("proof-list").querySelector("[aria-current]").focus();
   });
+  byId("play").addEventListener("click", play);
+  byId("run-step").addEventListener("input", redraw);
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
   addEventListener("popstate", readAddress);
   addEventListener("resize", () => {
@@ -107,7 +109,7 @@ function listen() {
   const observer = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) if (isIntersecting && !near.has(target.id)) { near.add(target.id); redraw(); }
   }, { rootMargin: "300px" });
-  observer.observe(byId("model"));
+  for (const id of ["model", "runs"]) observer.observe(byId(id));
 }
 
 listenToStory();

@@ -1,7 +1,6 @@
 // What the page shows is one object of settings; the address holds it, and no value from there is trusted.
 
 const TYPED = { scores: "14, 10, 12", query: "1, 0, 1, 0", key: "0, 1, 1, 1", sentence: "The value of a name is the value of the object." };
-const OTHERS = [["dim", 1, 8, 3], ["step", 1, 7, 1], ["seed", 1, 9999, 1], ["third", 0, 1, 0]];
 const MANY_SCORES = 48;
 
 // The scale of each rule, by the settings: attnscale.rules once more, which the tests compare.
@@ -12,11 +11,12 @@ const RULES = {
   mup: ({ d }) => Math.sqrt(64) / d,
   log_length: ({ d, n }) => 0.43 * Math.log(n) / Math.sqrt(d),
   yarn: ({ d }) => (0.1 * Math.log(4) + 1) ** 2 / Math.sqrt(d),
+  temperature: ({ temperature }) => 1 / temperature,
   calibrated: ({ d, q, k }) => 1 / (Math.sqrt(d) * q * k),
 };
 const FIXED = ["unscaled", "inverse_sqrt"]; // the first two columns; the third has a rule of the reader's choice
 
-const numbersOf = (data) => [...data.controls, ...OTHERS.map(([name, low, high, start]) => ({ name, low, high, start, integer: true }))];
+const numbersOf = (data) => [...data.controls, ...data.others];
 const rounded = (value, control) => (control.integer ? Math.round(value) : Number(value.toPrecision(6)));
 
 // The values a slider stops at: equal ratios, rounded to what one would type, none twice.

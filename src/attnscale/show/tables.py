@@ -1,0 +1,190 @@
+"""Tables of results: the headings, the cells and what they mean, for the terminal, for pages and for notebooks."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from attnscale.checking import Line
+from attnscale.comparing.backend_comparison import HEADINGS, BackendComparison
+from attnscale.diagnose.finding import severity_rank
+from attnscale.diagnose.verdict import worst_code
+from attnscale.diagnose.what_if import COLUMNS, WhatIf
+from attnscale.lab import experiment as lab
+from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
+from attnscale.show.text import DIGITS, by_pattern, formatted, number, shown
+from attnscale.train.record import Record
+from attnscale.train.run import LayerRun, Run
+
+TRIED_FIRST = ("output\nchange", "spread", "scale", "entropy\n% of max")  # columns of a what-if that stay the longest
+ERROR_DIGITS = 2
+NO_ALARM = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, a shorter one with line breaks for the terminal, and when the column goes if there is no room."""
+
+    heading: str
+    short: str = ""
+    is_text: bool = False
+    drop: int = 0  # the columns with the highest number go first; 0 stays
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table, as it is shown."""
+
+    cells: tuple[str, ...]
+    name: str = ""  # in full, where the first cell is a short one
+    tone: str = ""  # of the last cell
+    current: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lines under titles of their own, or under none."""
+
+    columns: tuple[Column, ...]
+    groups: tuple[tuple[str, tuple[Row, ...]], ...]
+    caption: str = ""
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all groups."""
+        return [row for _, rows in self.groups for row in rows]
+
+
+def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], text: Collection[int] = (0,)) -> Table:
+    """Return a table of rows under headings; the columns numbered in `text` are not numbers."""
+    columns = tuple(Column(heading.replace("\n", " "), heading, at in text) for at, heading in enumerate(headings))
+    return Table(columns, (("", tuple(Row(tuple(row)) for row in rows)),))
+
+
+def statistic_columns(statistics: Sequence[Statistic]) -> tuple[Column, ...]:
+    """Return the columns of statistics; the last ones go first."""
+    return tuple(Column(entry.long, entry.short, drop=at) for at, entry in enumerate(statistics))
+
+
+def by_layer(columns: tuple[Column, ...], rows: Sequence[Row], caption: str = "") -> Table:
+    """Return a table with a group for each pattern of layer names, in which a layer has its number."""
+    named = {row.name: row for row in rows}
+    groups = tuple(
+        (title, tuple(Row((index or "·", *named[name].cells), name, named[name].tone) for index, name in members))
+        for title, members in by_pattern(named)
+    )
+    return Table((Column("layer", is_text=True), *columns), groups, caption)
+
+
+def layer_table(lines: Sequence[Line], caption: str = "") -> Table:
+    """Return the table of a check: the spread beside the expected one, the scale, the other statistics, the verdict."""
+    spread, *others = in_place(Place.CHECK)
+    scale = STATISTICS["scale_applied"]
+    columns = (
+        Column(spread.long, spread.short),
+        Column("expected spread", "expected\nspread", drop=1),
+        Column(scale.long, scale.short, drop=2),
+        *(Column(entry.long, entry.short, drop=3 + at) for at, entry in enumerate(others)),
+        Column("verdict", is_text=True),
+    )
+
+    def cell(line: Line, entry: Statistic) -> str:
+        return formatted(entry, line.statistics[entry.name], line.errors.get(entry.name, math.nan))
+
+    rows = [
+        Row(
+            (
+                cell(line, spread),
+                number(line.spread_expected),
+                formatted(scale, line.scale_applied),
+                *(cell(line, entry) for entry in others),
+                line.verdict_text,
+            ),
+            line.name,
+            line.severity or "fine",
+        )
+        for line in lines
+    ]
+    return by_layer(columns, rows, caption)
+
+
+def what_if_table(what_if: WhatIf) -> Table:
+    """Return the table of scales that were tried; the first is the model's own."""
+    columns = tuple(
+        Column(heading.replace("\n", " "), heading, drop=0 if heading in TRIED_FIRST else 1 + at)
+        for at, heading in enumerate(COLUMNS)
+    )
+    rows = tuple(Row((row.name, *row.numbers()), current=at == 0) for at, row in enumerate(what_if.rows))
+    return Table((Column("scale by", is_text=True), *columns), (("", rows),))
+
+
+def backend_table(comparison: BackendComparison) -> Table:
+    """Return the table of backends, a group for each layer."""
+    last = len(HEADINGS) - 1
+    columns = tuple(Column(heading, is_text=at in (1, last)) for at, heading in enumerate(HEADINGS))
+    groups: dict[str, list[Row]] = {}
+    for (layer, *cells), row in zip(comparison.cells(), comparison.rows, strict=True):
+        tone = "warning" if row.differences else "fine"
+        groups.setdefault(layer, []).append(Row(tuple(cells), f"{layer}, {row.backend}", tone))
+    return Table(columns[1:], tuple((layer, tuple(rows)) for layer, rows in groups.items()))
+
+
+def run_table(run: Run) -> Table:
+    """Return the table of a training run: largest scores, growth and forecast, and statistics of the last record."""
+    statistics = in_place(Place.RUN)
+    cells: dict[Column, Callable[[LayerRun], str]] = {
+        Column("first largest score", "max\nfirst"): lambda layer: number(layer.first_max),
+        Column("last largest score", "max\nlast"): lambda layer: number(layer.last_max),
+        Column("latest growth (steps)", "growth\n(steps)"): _factor,
+        **dict(zip(statistic_columns(statistics), map(_last_of, statistics), strict=True)),
+        Column("forecast: largest score at step", "forecast:\nmax at step"): _crossing,
+    }
+    worst = {layer: raised.group.first.severity for raised in reversed(run.raised) for layer in raised.group.layers}
+    rows = [
+        Row(tuple(cell(layer) for cell in cells.values()), layer.name, worst.get(layer.name, "fine"))
+        for layer in run.layers
+    ]
+    return by_layer(tuple(cells), rows)
+
+
+def _last_of(entry: Statistic) -> Callable[[LayerRun], str]:
+    return lambda layer: formatted(entry, layer.numbers.get(entry.name, math.nan))
+
+
+def record_table(record: Record) -> Table:
+    """Return the table of one sampled training step, with the worst alarm of each layer."""
+    statistics = in_place(Place.LIVE)
+    worst = {each.layer: each.severity for each in sorted(record.alarms, key=lambda each: severity_rank(each.severity))}
+    rows = [
+        Row(
+            (
+                name,
+                *(formatted(entry, layer.whole(entry.name)) for entry in statistics),
+                worst_code(name, record.alarms) or NO_ALARM,
+            ),
+            name,
+            worst.get(name, ""),
+        )
+        for name, layer in record.layers.items()
+    ]
+    columns = (Column("layer", is_text=True), *statistic_columns(statistics), Column("verdict", is_text=True))
+    return Table(columns, (("", tuple(rows)),))
+
+
+def lab_table(table: lab.Table) -> Table:
+    """Return a table of an experiment."""
+    columns = tuple(
+        Column(heading, is_text=at == 0 or any(isinstance(row[at], str | bool) for row in table.rows), drop=at)
+        for at, heading in enumerate(table.columns)
+    )
+    digits = [ERROR_DIGITS if heading == "±" else DIGITS for heading in table.columns]
+    return Table(columns, (("", tuple(Row(tuple(map(shown, row, digits))) for row in table.rows)),))
+
+
+def _factor(layer: LayerRun) -> str:
+    return "–" if layer.growth is None else f"× {number(layer.growth.factor)} ({layer.growth.observed:.0f})"
+
+
+def _crossing(layer: LayerRun) -> str:
+    if layer.is_clipped:
+        return "held by QK-Clip"
+    return "–" if layer.crossing is None else f"{layer.crossing.threshold:,.0f} at {layer.crossing.step:.0f}"

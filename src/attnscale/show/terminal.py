@@ -1,0 +1,80 @@
+"""Printing in the terminal. Names are data: nothing in them is markup, and nothing in them steers the terminal."""
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console, JustifyMethod
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
+
+from attnscale.checking import Group
+from attnscale.plain import printable_lines
+from attnscale.show.tables import Column, Table
+from attnscale.show.text import at_dots, place
+
+STYLES = {"error": "red", "warning": "yellow", "note": "cyan", "fine": "green"}
+
+
+def say(text: str, console: Console, style: str = "", indent: int = 0) -> None:
+    """Print a text; long names are broken at their dots."""
+    lines = Text(at_dots(printable_lines(text), console.width - indent), style=style)
+    console.print(Padding(lines, (0, 0, 0, indent), expand=False) if indent else lines)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table, each group under its title, and the names of columns that have no room."""
+    for title, grid in grids(table, console.width):
+        console.print()
+        if title not in ("", "*"):
+            say(title, console, "dim")
+        console.print(grid)
+    left = [table.columns[at].heading for at in range(len(table.columns)) if at not in _staying(table, console.width)]
+    if left:
+        say(f"In a wider terminal, and with --json: {', '.join(left)}.", console, "dim")
+
+
+def grids(table: Table, width: int) -> Iterator[tuple[str, Grid]]:
+    """Yield the title and the grid of each group; columns are as wide in all groups."""
+    staying = _staying(table, width)
+    unbroken = (max([needed, *(len(row.cells[at]) for row in table.rows)]) for at, needed in staying.items())
+    gap = 2 if sum(unbroken) + 2 * len(staying) - 2 <= width else 1
+    for title, rows in table.groups:
+        grid = Grid(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+        for at, needed in staying.items():
+            column = table.columns[at]
+            justify: JustifyMethod = "left" if column.is_text else "right"
+            grid.add_column(column.short or column.heading, justify=justify, min_width=needed, overflow="fold")
+        for row in rows:
+            *cells, last = (Text(printable_lines(row.cells[at])) for at in staying)
+            grid.add_row(*cells, Text(last.plain, style=STYLES.get(row.tone, "")))
+        yield title, grid
+
+
+def _staying(table: Table, width: int) -> dict[int, int]:
+    """Return the columns that there is room for, each with its width."""
+    widths = {at: _width(column, [row.cells[at] for row in table.rows]) for at, column in enumerate(table.columns)}
+    for at in sorted(widths, key=lambda at: -table.columns[at].drop):
+        if sum(needed + 1 for needed in widths.values()) <= width + 1 or not table.columns[at].drop:
+            break
+        del widths[at]
+    return widths
+
+
+def _width(column: Column, cells: Iterable[str]) -> int:
+    """Return the width in which no number, no word and no line of the heading is broken."""
+    heading = (column.short or column.heading).split("\n")
+    words = [word for text in (*heading, *cells) for word in text.split()] if column.is_text else [*heading, *cells]
+    return max(map(len, words), default=1)
+
+
+def print_group(group: Group, console: Console, before: str = "", after: str = "", advises: bool = True) -> None:
+    """Print findings that say the same, once: severity, code, place, message and advice."""
+    first = group.first
+    style = STYLES[first.severity]
+    where = at_dots(printable_lines(f"{place(group)}{after}"), console.width)
+    console.print()
+    heading = (f"{before}{first.severity} ", style), (printable_lines(first.code), f"bold {style}"), f"  {where}"
+    console.print(Text.assemble(*heading))
+    for sentence in (first.message, first.advice if advises else ""):
+        if sentence:
+            say(sentence, console, indent=2)
