@@ -32,10 +32,10 @@ theory               7    650
 rules               18    880
 visibility           1    240
 inputs               1    190
-attending            9  1,220   1,100 with operator
-operator             1    180
-modules              1    250
-measure             26  5,130   4,000
+attending            9  1,210   1,100 with operator
+operator             1    160
+modules              1    240
+measure             26  5,110   4,000
 declared             5    520
 tracing             10  2,210   2,000
 watching            19  3,700   2,900

@@ -82,6 +82,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if any_nested(query, key, value):
             if key_padding_mask is not None or not self.batch_first:
                 raise InputError("Expected nested tensors with batch_first=True and without key_padding_mask.")
+            if self.bias_k is not None or self.add_zero_attn:
+                raise InputError("Expected no add_bias_kv and no add_zero_attn with nested tensors; pad them instead.")
             seen = sequences_see(attn_mask, is_causal and attn_mask is None)
             run = self._forward_nested
             run = uncompiled(run) if need_weights else in_graph(run, self.rule, query, key, value)
@@ -103,7 +105,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
-        own, theirs, values = aligned(*self._project_sequences(query, key, value, seen))
+        given = [unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))]
+        heads = self._project(*(each.tokens.squeeze(1) for each in given))
+        layouts = (each.layout for each in given)
+        own, theirs, values = aligned(*map(Sequences, heads, layouts))
         dropout_p = self.dropout if self.training else 0.0
         check_settings(dropout_p, self.softcap)
         ragged = scaled_sequences(own, theirs, values, seen, self.rule, False, self.softcap, dropout_p)
@@ -121,24 +126,6 @@ class MultiheadAttention(nn.MultiheadAttention):
             return nested, None
         matrices = [each.squeeze(0).mean(0) if average else each.squeeze(0) for each in weights]
         return nested, torch.nested.as_nested_tensor(matrices)
-
-    def _project_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility
-    ) -> tuple[Sequences, Sequences, Sequences]:
-        given = [unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))]
-        tokens = (each.tokens.squeeze(1) for each in given)
-        heads = zip(self._project(*tokens), given, strict=True)
-        own, theirs, values = (Sequences(tensor, each.layout) for tensor, each in heads)
-        empty = [each.tokens[:, :, :0] for each in (own, theirs, values)]
-        appended = self._append_keys(empty[0], empty[1], empty[2], None)[1:3]
-        if appended[0].shape[-2] and not seen.is_full:
-            raise InputError("Expected no causality beside add_bias_kv or add_zero_attn in nested tensors, got both.")
-        for at in range(appended[0].shape[-2]):
-            theirs, values = (
-                each.with_another(tensor[:, :, at : at + 1])
-                for each, tensor in zip((theirs, values), appended, strict=True)
-            )
-        return own, theirs, values
 
     def _batch_first(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 2:

@@ -72,14 +72,6 @@ def test_a_causal_bias_gives_what_sdpa_gives(name):
     )
 
 
-@pytest.mark.parametrize("name", ["of one dimension", "a window to the last key", "documents"])
-def test_masks_compile_into_one_graph(name):
-    query, key, value = qkv()
-    passed, _ = MASKS[name]
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(query, key, value, passed), attention(query, key, value, passed))
-
-
 def test_a_mask_of_a_known_length_beside_keys_whose_length_is_a_symbol():
     query, key, value = qkv()
     compiled = torch.compile(lambda *args: attention(*args), backend="aot_eager", fullgraph=True)

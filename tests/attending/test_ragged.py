@@ -116,13 +116,6 @@ def test_every_rule_gives_a_sequence_what_it_gives_it_alone(name):
     torch.testing.assert_close(gradients(ours, ragged)[2], gradients(expected, ragged)[2])
 
 
-def test_calibrated_sequences_of_one_length_are_a_plain_batch():
-    ragged = batch([5, 5, 5], [5, 5, 5])
-    plain = attention(*(torch.cat(list(part)) for part in zip(*ragged.alone(), strict=True)), scale="calibrated")
-    nested = attention(*ragged.nested(), scale="calibrated")
-    torch.testing.assert_close(nested.transpose(1, 2).values(), plain.transpose(1, 2).flatten(0, 1))
-
-
 def test_a_rule_of_ones_own_is_given_one_sequence_after_the_other():
     seen = []
 
@@ -259,25 +252,6 @@ def test_autocast_gives_what_each_sequence_is_given():
     torch.testing.assert_close(stats.std, score_stats(*ragged.nested()[:2], is_causal=True).std)
 
 
-@OTHERS_MAY_WARN
-def test_it_runs_inside_what_is_compiled():
-    ragged = batch(LENGTHS, LENGTHS, requires_grad=True)
-
-    @torch.compile(backend="aot_eager")
-    def twice(query, key, value):
-        return attention(query * 2, key, value, is_causal=True, scale="log_length") * 2
-
-    ours = twice(*ragged.nested()).transpose(1, 2).values()
-    q, k, v = ragged.nested()
-    expected = (attention(q * 2, k, v, is_causal=True, scale="log_length") * 2).transpose(1, 2).values()
-    torch.testing.assert_close(ours, expected)
-    found = [torch.autograd.grad(each.sin().sum(), ragged.tensors) for each in (ours, expected)]
-    torch.testing.assert_close(*found)
-    compiled = torch.compile(attention_varlen, backend="aot_eager")
-    starts = ragged.starts[0]
-    torch.testing.assert_close(compiled(*ragged.tensors, starts), attention_varlen(*ragged.tensors, starts))
-
-
 def test_dropout_keeps_the_mean():
     ragged = batch([40, 60], [40, 60], heads=4, value_dim=3)
     q, k, v = ragged.nested()
@@ -347,19 +321,16 @@ def test_what_does_not_fit_gets_a_sentence():
 
 
 @OTHERS_MAY_WARN
-@pytest.mark.parametrize(
-    "options", [{}, {"scale": "QKNorm"}, {"softcap": 2.0}, {"add_bias_kv": True, "add_zero_attn": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"scale": "QKNorm"}, {"softcap": 2.0}])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_the_module_gives_a_sequence_what_it_gives_it_alone(options, need_weights):
     layer = MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64, **options)
     tokens = torch.randn(15, 12, dtype=torch.float64, requires_grad=True)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
-    causal = "add_bias_kv" not in options
     jagged = torch.nested.nested_tensor_from_jagged(tokens, starts)
-    output, weights = layer(jagged, jagged, jagged, need_weights=need_weights, is_causal=causal)
+    output, weights = layer(jagged, jagged, jagged, need_weights=need_weights, is_causal=True)
     parts = tokens.split(LENGTHS)
-    expected = [layer(part, part, part, need_weights=need_weights, is_causal=causal) for part in parts]
+    expected = [layer(part, part, part, need_weights=need_weights, is_causal=True) for part in parts]
     torch.testing.assert_close(output.values(), torch.cat([each for each, _ in expected]))
     learning = [tokens, *layer.parameters()]
     ours, theirs = (
@@ -371,7 +342,7 @@ def test_the_module_gives_a_sequence_what_it_gives_it_alone(options, need_weight
         for own, (_, alone) in zip(weights.unbind(), expected, strict=True):
             torch.testing.assert_close(own, alone)
     strided = torch.nested.as_nested_tensor([part.detach() for part in parts])
-    again, _ = layer(strided, strided, strided, need_weights=False, is_causal=causal)
+    again, _ = layer(strided, strided, strided, need_weights=False, is_causal=True)
     torch.testing.assert_close(torch.cat(again.unbind()), output.values())
 
 
@@ -381,8 +352,9 @@ def test_the_module_says_what_a_ragged_batch_lacks():
         MultiheadAttention(12, 3)(jagged, jagged, jagged)
     with pytest.raises(InputError, match="no mask beside nested tensors"):
         MultiheadAttention(12, 3, batch_first=True)(jagged, jagged, jagged, attn_mask=torch.ones(3, 3).bool())
-    with pytest.raises(InputError, match="no causality beside add_bias_kv"):
-        MultiheadAttention(12, 3, batch_first=True, add_bias_kv=True)(jagged, jagged, jagged, is_causal=True)
+    for option in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(InputError, match="Expected no add_bias_kv and no add_zero_attn with nested tensors"):
+            MultiheadAttention(12, 3, batch_first=True, **{option: True})(jagged, jagged, jagged)
 
 
 @OTHERS_MAY_WARN

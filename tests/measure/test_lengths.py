@@ -8,7 +8,6 @@ from attnscale.measure.lengths import (
     lengths_of_both,
     longest,
     mean_lengths,
-    mean_lengths_of_both,
 )
 
 LAYOUTS = {
@@ -45,41 +44,26 @@ def test_a_vector_that_is_no_number_is_seen_in_its_head_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("entries", [1, 3])
-@pytest.mark.parametrize("step", [1, 4])
-def test_a_mean_leaves_out_what_does_not_count(step, entries, dtype):
-    torch.manual_seed(0)
-    vectors = torch.randn(3, 2, 400, 64).to(dtype)
-    left_out = torch.rand(entries, 400) < 0.3
-    vectors[left_out.expand(3, -1)[:, None].expand(-1, 2, -1)] = torch.nan
-    some, out = vectors[:, :, ::step], left_out[:, ::step]
-    kept = ~out.expand(3, -1)
-    expected = torch.stack([some[:, head][kept].double().square().sum(-1).mean().sqrt() for head in range(2)])
-    assert mean_lengths(some, out).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
-    whole = some.nan_to_num(1.0)
-    everything = whole.double().square().sum(-1).mean((0, 2)).sqrt().tolist()
-    assert mean_lengths(whole, torch.ones_like(out)).tolist() == pytest.approx(everything, rel=1e-5)
-    assert mean_lengths(whole).tolist() == pytest.approx(everything, rel=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("keys", [1, 2, 6])
-@pytest.mark.parametrize("leaves_out", [(False, False), (True, False), (True, True)])
-def test_of_queries_and_keys_at_once_they_are_those_of_each(leaves_out, keys, layout, dtype):
+@pytest.mark.parametrize("leaves_out", ["nothing", "some", "all"])
+def test_means_are_over_what_counts_and_each_head_has_those_of_its_key(leaves_out, keys, layout, dtype):
     torch.manual_seed(0)
-    query = LAYOUTS[layout](torch.randn(3, 6, 137, 72).to(dtype))
-    key = LAYOUTS[layout](torch.randn(3, keys, 400, 72).to(dtype))
-    out = tuple(
-        torch.rand(1, each.shape[2]) < 0.3 if is_out else None
-        for each, is_out in zip((query, key), leaves_out, strict=True)
-    )
-    expected = head_lengths(query), head_lengths(key).repeat_interleave(6 // keys)
-    for found, one in zip(lengths_of_both(query, key), expected, strict=True):
-        assert found.tolist() == pytest.approx(one.tolist(), rel=1e-6)
-    means = mean_lengths(query, out[0]), mean_lengths(key, out[1]).repeat_interleave(6 // keys)
-    for found, one in zip(mean_lengths_of_both(query, key, out), means, strict=True):
-        assert found.tolist() == pytest.approx(one.tolist(), rel=1e-6)
+    sides = [LAYOUTS[layout](torch.randn(3, heads, length, 72).to(dtype)) for heads, length in ((6, 137), (keys, 400))]
+    share = {"nothing": 0.0, "some": 0.3, "all": 1.0}[leaves_out]
+    out = [torch.rand(1, side.shape[2]) < share for side in sides]
+    given = (None, None) if leaves_out == "nothing" else tuple(out)
+    for side, found, left_out in zip(sides, mean_lengths(*sides, given), out, strict=True):
+        squares = side.double().square().sum(-1)
+        counted = squares if leaves_out == "all" else squares[:, :, ~left_out[0]]
+        expected = counted.mean((0, 2)).sqrt().repeat_interleave(6 // side.shape[1])
+        assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_what_is_left_out_may_be_no_number():
+    query, left_out = torch.ones(1, 2, 5, 4), torch.tensor([[False, True, False, False, True]])
+    query[:, :, left_out[0]] = torch.nan
+    assert [found.tolist() for found in mean_lengths(query, query, (left_out, left_out))] == [[2.0, 2.0]] * 2
 
 
 def test_queries_and_keys_of_unlike_widths_are_measured_all_the_same():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .runs import VOCABULARY, monitored
+from .runs import VOCABULARY, monitored, tokens
 from .test_compiled import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
@@ -79,3 +79,17 @@ def test_it_is_the_gradient_that_autograd_finds_for_the_key():
     monitored(lambda: model, lambda model: model, 1)
     lengths = found[0].grad.square().sum((0, 2, 3)).sqrt().repeat_interleave(HEADS // KEYS)
     assert records[0].layers["Grouped"].numbers["key_gradient"] == pytest.approx(lengths.tolist(), rel=1e-4)
+
+
+def copied_in_turns(query, key, value):
+    key, value = (part.repeat(1, HEADS // KEYS, 1, 1) for part in (key, value))
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+def test_copies_that_stand_apart_share_what_reaches_their_key():
+    records, _ = monitored(
+        lambda: Grouped(copied_in_turns), lambda model: model, 2, rate=0.0, batches=lambda _, device: tokens(0)
+    )
+    traced, probed = (record.layers["Grouped"].numbers["key_gradient"] for record in records)
+    assert probed == pytest.approx(traced, rel=1e-4)
+    assert traced[:KEYS] == pytest.approx(traced[KEYS:])

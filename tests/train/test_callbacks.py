@@ -113,7 +113,7 @@ def test_what_it_remembers_survives_resume(tmp_path):
 def test_tensorboard_of_report_to_has_each_point_once_in_one_file_also_of_a_device_that_is_late(tmp_path, monkeypatch):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    monkeypatch.setattr(PendingTallies, "is_here", False)
+    monkeypatch.setattr(PendingTallies, "has_arrived", False)
     trainer(tmp_path, ScoreCallback(every=3), report_to="tensorboard", max_steps=7).train()
     (_,) = (tmp_path / "events").iterdir()
     found = events.EventAccumulator(str(tmp_path / "events"))

@@ -15,7 +15,7 @@ from .training import batch, loss_of, small_model
 @pytest.fixture
 def busy(monkeypatch):
     """A device that is never done when it is asked."""
-    monkeypatch.setattr(PendingTallies, "is_here", False)
+    monkeypatch.setattr(PendingTallies, "has_arrived", False)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_the_numbers_and_the_step_are_those_of_the_sampled_step(busy):
         return records
 
     late = trained(late=True)
-    PendingTallies.is_here = True
+    PendingTallies.has_arrived = True
     assert [(record.step, record.layers) for record in late] == [
         (record.step, record.layers) for record in trained(late=False)
     ]
@@ -93,7 +93,7 @@ ENDS_EARLY = """
 from attnscale import Monitor
 from attnscale.train.tally import PendingTallies
 from tests.train.training import batch, loss_of, small_model
-PendingTallies.is_here = False
+PendingTallies.has_arrived = False
 model = small_model()
 monitor = Monitor(model, every=2, sinks=[lambda record: print("step", record.step)])
 loss_of(model, batch()).backward()

@@ -1,4 +1,4 @@
-"""State of the clips of a model: factors taken from each head, and checks that they help and stay."""
+"""State of the clips of a model: factors of each head, and checks that clips have an effect and stay."""
 
 import math
 from collections.abc import Callable, Iterable, MutableMapping
@@ -29,8 +29,8 @@ class ClipState:
     """The clips of one model, by whichever function."""
 
     def __init__(self) -> None:
-        self.taken: dict[Head, float] = {}  # logarithms of what scores were multiplied by
-        self.fetch: WeakMethod[Callable[[], object]] | None = None  # waits for reports on their way from a device
+        self.log_factors: dict[Head, float] = {}  # logarithms of what scores were multiplied by
+        self.fetch: WeakMethod[Callable[[], object]] | None = None  # waits for reports from a GPU
         self.said: set[tuple[str, str]] = set()  # layers that were left as they are, and why
         self.stopped: dict[str, str] = {}  # layers that are clipped no more, and why
         self._effects: dict[object, EffectCheck] = {}  # by the heads that are clipped together
@@ -40,7 +40,7 @@ class ClipState:
     def note(self, factors: Iterable[tuple[str, int, float]]) -> None:
         """Note what scores of layers and heads were multiplied by."""
         for layer, head, factor in factors:
-            self.taken[layer, head] = self.taken.get((layer, head), 0.0) + math.log(factor)
+            self.log_factors[layer, head] = self.log_factors.get((layer, head), 0.0) + math.log(factor)
 
     def fresh_maxima(self, layer: Layer) -> Tensor:
         """Return the largest score and its bound, (2, heads), over the calls since a head was last clipped, or −∞."""
@@ -93,7 +93,7 @@ def clip_logs(model: nn.Module) -> dict[Head, float] | None:
         if fetch is not None:
             fetch()
         found = {} if found is None else found
-        for (layer, head), factor in state.taken.items():
+        for (layer, head), factor in state.log_factors.items():
             name = f"{before}{layer}" if before is not None else layer.removeprefix(surplus or "")
             found[name, head] = found.get((name, head), 0.0) + factor
     return found
@@ -115,7 +115,7 @@ class EffectCheck:
 
     def __init__(self, scaler: HeadScaler) -> None:
         count = scaler.slots.count
-        self._taken = np.ones(count)  # product of the factors since scores were last judged
+        self._factors = np.ones(count)  # product of the factors since scores were last judged
         self._before, self._after = np.zeros(count), np.zeros(count)  # largest scores, without those factors
         self._sizes = scaler.log_sizes()
         self._layers = scaler.slots.known[-1]
@@ -138,16 +138,16 @@ class EffectCheck:
 
     def observe(self, scores: Floats, is_over: NDArray[np.bool_], factors: Floats) -> None:
         """Note the scores of all slots, which of them are to be clipped, and the factors that they were given."""
-        is_early, plain = self._taken > JUDGED_AT**0.5, scores / self._taken
+        is_early, plain = self._factors > JUDGED_AT**0.5, scores / self._factors
         for largest, counts in ((self._before, is_over & is_early), (self._after, is_over & ~is_early)):
             np.copyto(largest, np.maximum(largest, plain), where=counts)
-        self._due |= is_over & (self._taken <= JUDGED_AT)
-        self._taken = self._taken * factors
+        self._due |= is_over & (self._factors <= JUDGED_AT)
+        self._factors = self._factors * factors
 
     def judge(self, scaler: HeadScaler) -> NDArray[np.bool_]:
         """Return the slots whose layers are to be clipped no more; what was taken from them was given back."""
         sizes, due = scaler.log_sizes(), self._due
-        grown = np.exp(sizes - self._sizes) / self._taken  # by training
+        grown = np.exp(sizes - self._sizes) / self._factors  # by training
         was_over = self._before > 0  # else it was scaled with its family alone until now
         failed = due & was_over & (self._after >= UNEXPLAINED * self._before * np.maximum(grown, 1.0))
         families, layers = scaler.families.cpu().numpy(), self._layers
@@ -159,11 +159,12 @@ class EffectCheck:
             reached = more
         judged = reached | np.isin(families, families[due])
         if reached.any():
-            scaler.multiply_(torch.from_numpy(np.where(reached, 1.0 / self._taken, 1.0)).to(scaler.fixed.device))
+            scaler.multiply_(torch.from_numpy(np.where(reached, 1.0 / self._factors, 1.0)).to(scaler.fixed.device))
         self._due = np.zeros_like(due)
         self._sizes = np.where(judged, sizes, self._sizes)
-        self._taken, self._before, self._after = (
-            np.where(judged, start, now) for start, now in ((1.0, self._taken), (0.0, self._before), (0.0, self._after))
+        self._factors, self._before, self._after = (
+            np.where(judged, start, now)
+            for start, now in ((1.0, self._factors), (0.0, self._before), (0.0, self._after))
         )
         self._room = torch.where(
             torch.from_numpy(judged).to(self._room.device), self._most.to(self._room.device), self._room

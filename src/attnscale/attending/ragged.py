@@ -93,15 +93,6 @@ class Sequences:
     tokens: Tensor
     layout: Layout
 
-    def with_another(self, token: Tensor) -> "Sequences":
-        """Return sequences with one more token, (1, heads, 1, width), behind each."""
-        total, count, offsets = self.tokens.shape[-2], self.layout.count, self.layout.offsets
-        longer = Layout(offsets + torch.arange(count + 1, device=offsets.device))
-        at = torch.arange(total, device=self.tokens.device) + self.layout.sequence_of(total)
-        places = torch.cat([at, longer.offsets[1:].long() - 1])
-        behind = token.expand(-1, -1, count, -1)
-        return Sequences(torch.cat([self.tokens, behind], dim=-2)[:, :, places.argsort()], longer)
-
     def shared_by(self, name: str, count: int) -> "Sequences":
         """Return as many sequences; a batch of one is shared by all."""
         if self.layout.count not in (1, count):

@@ -133,7 +133,9 @@ def attention_with_stats(
         output, found = attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=MeasuredRows(found))
     else:
-        output, stats = run(call), measure(call, rows)
+        output = run(call)
+        with torch.no_grad(), without_autocast(call.query):
+            stats = measure(call, rows)
     if way is not None and kind is not None and call.query is query and call.key is key and call.value is value:
         _keep(kind, way)  # nothing was folded
     return output.reshape(shape), stats

@@ -31,34 +31,20 @@ def lengths_of_both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return head_lengths(query), _shared(head_lengths(key), query)
 
 
-def mean_lengths(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
-    """Root mean square of the lengths of (batch, heads, positions, features), a value a head.
-
-    `left_out`, (batch or 1, positions), says which of them do not count; where none would count, all do: the turn of a
-    ring in which no key is seen.
-
-    >>> mean_lengths(torch.tensor([[[[3.0, 4.0], [1.0, 0.0]]]]), torch.tensor([[False, True]])).tolist()
-    [5.0]
-    """
-    if left_out is None and vectors.device.type == "cpu" and vectors.dtype != torch.float64:  # whose squares may be ∞
-        squares = vectors.double().square_().sum((0, 2, 3))
-        return squares.div_(vectors.shape[0] * vectors.shape[2]).sqrt_()
-    squares = lengths(vectors).double().square()
-    if left_out is None:
-        return squares.mean((0, 2)).sqrt()
-    counted = (~(left_out & ~left_out.all())).unsqueeze(1).expand_as(squares)
-    return (torch.where(counted, squares, 0.0).sum((0, 2)) / counted.sum((0, 2))).sqrt()
-
-
-def mean_lengths_of_both(
+def mean_lengths(
     query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)
 ) -> tuple[Tensor, Tensor]:
-    """mean_lengths() of queries, and of the key that each of their heads has.
+    """Return the root mean square length of the queries of each head, and of the keys that it has.
 
-    >>> [found.tolist() for found in mean_lengths_of_both(torch.ones(1, 2, 9, 4), torch.ones(1, 1, 5, 1))]
+    `left_out`, (batch or 1, positions) of both, says which do not count; where none would count, all do.
+
+    >>> [found.tolist() for found in mean_lengths(torch.ones(1, 2, 9, 4), torch.ones(1, 1, 5, 1))]
     [[2.0, 2.0], [1.0, 1.0]]
     """
-    return mean_lengths(query, left_out[0]), _shared(mean_lengths(key, left_out[1]), query)
+    sums = query.new_zeros(2, 3, query.shape[1], dtype=torch.float64)
+    add_lengths_(sums, query, key, *(None if out is None else out & ~out.all() for out in left_out))
+    queries, keys = (sums[:, 0] / sums[:, 1]).sqrt().unbind()
+    return queries, keys
 
 
 def add_lengths_(
@@ -74,7 +60,8 @@ def add_lengths_(
     [[36.0, 9.0, 4.0], [5.0, 5.0, 1.0]]
     """
     call = Call(query, key, key, EVERYTHING, 0.0, 1.0, None)
-    if kernels_take(call) and not is_intercepted(query, key):
+    is_alike = query.shape[::3] == key.shape[::3]  # one batch, and vectors of one width
+    if is_alike and kernels_take(call) and not is_intercepted(query, key):
         from attnscale.measure.cuda import lengths as kernel  # not before: a CPU may have no triton
 
         kernel.add_lengths_(sums, query, key, rows_left_out, keys_left_out)
@@ -87,7 +74,8 @@ def add_lengths_(
             counts = (~left_out).expand(len(squares), -1).sum()
         sums[side, 0] += _shared(squares.sum((0, 2)), query)
         sums[side, 1] += counts
-        sums[side, 2] = torch.maximum(sums[side, 2], _shared(squares.amax((0, 2)), query))
+        if squares.numel():
+            sums[side, 2] = torch.maximum(sums[side, 2], _shared(squares.amax((0, 2)), query))
 
 
 def mean_cosine(query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:

@@ -40,8 +40,7 @@ def check_rows(rows: int | None) -> None:
 def measure(call: Call, rows: int | None) -> ScoreStats:
     """Measure every row of an attention, or about this many a head; by one op where a mode or compiler is active."""
     by_op = unseen(call.query) or looks_on() or (call.query.is_cuda and is_intercepted(call.query, call.key))
-    with torch.no_grad(), without_autocast(call.query):
-        return _measure_by_op(call, rows) if by_op else measured(call, rows)
+    return _measure_by_op(call, rows) if by_op else measured(call, rows)
 
 
 def measured(call: Call, rows: int | None, lse: Tensor | None = None) -> ScoreStats:

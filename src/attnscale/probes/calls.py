@@ -1,7 +1,7 @@
 """The calls of a probed step: their numbers lie in a buffer on the model's device, and on the host when it is copied.
 
 While the model runs, a call is a note of its sizes and a place in the buffer. What a traced call has beside that, a
-MeasuredCall, is made of the plan and the buffer when somebody asks for it.
+MeasuredCall, is made of the plan and the buffer when it is asked for.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on, wide_dtype
 from attnscale.torch_internals import copy_each_
+from attnscale.tracing.coordinates import Indices
 from attnscale.watching.gradients import GradientLengths, shares_as_kernels_do
 from attnscale.watching.layer import Factors, MeasuredCall
 from attnscale.watching.plan import PlannedCall
@@ -82,15 +83,15 @@ class NumbersBuffer:
 
 @dataclass(frozen=True, eq=False)
 class HostNumbers:
-    """A step's buffer on its way to the host."""
+    """A step's buffer, while it is copied to the host and after."""
 
     _parts: list[Tensor]
     heads: tuple[int, ...]  # of each row
     _event: "torch.cuda.Event | None"
 
     @property
-    def is_here(self) -> bool:
-        """True if nobody would wait for it."""
+    def has_arrived(self) -> bool:
+        """True if reading it does not wait for a GPU."""
         return self._event is None or self._event.query()
 
     @cached_property
@@ -199,12 +200,14 @@ class ProbedCall:
             return  # the next step writes to this row
         if self.planned.written is not None:
             query, key = self.planned.written.layout.operands(query, key)
-        copies = copies_of_keys(self.planned, key.shape[1])
-        if copies > 1:  # what reaches them reaches the key
+        own, copies = _key_copies(self.planned, key.shape[1])
+        if copies > 1:  # what reaches the copies of a key reaches the key
             key = key.unflatten(1, (-1, copies)).sum(2, dtype=wide_dtype(key))
-            query = query.to(key.dtype)
-        add_lengths_(self.buffer.gradients, query, key)
-        self.has_gradients = (True, copies > 0)
+        elif own is not None and copies == 0:
+            index, wide = constant_on(key.device, own), key.to(wide_dtype(key))
+            key = torch.zeros_like(wide[:, : int(own.max()) + 1]).index_add_(1, index, wide)[:, index]
+        add_lengths_(self.buffer.gradients, query.to(key.dtype), key)
+        self.has_gradients = (True, own is not None)
 
     @cached_property
     def seen(self) -> MeasuredCall:
@@ -226,15 +229,16 @@ class ProbedCall:
 
 
 @lru_cache(maxsize=4096)
-def copies_of_keys(planned: PlannedCall, keys: int) -> int:
-    """Return how many copies of each key stand side by side among so many; 0 where they cannot be told apart."""
-    owners, heads = planned.template.key_owners, planned.template.heads
-    if owners is None or shares_as_kernels_do(heads, keys, owners):
-        return 1
-    own = owners[:: heads // keys]
-    copies = len(own) // (int(own.max()) + 1)
-    is_regular = len(owners) == heads and (owners == np.arange(heads) // (copies * (heads // keys))).all()
-    return copies if is_regular else 0
+def _key_copies(planned: PlannedCall, keys: int) -> tuple[Indices | None, int]:
+    """Return which key each of so many copies is of, None if unknown, and how many stand side by side, 0 if apart."""
+    owners, group = planned.template.key_owners, planned.template.heads // keys
+    if owners is None or shares_as_kernels_do(planned.template.heads, keys, owners):
+        return np.arange(keys), 1
+    own = owners[::group]
+    if len(own) != keys or (owners != own.repeat(group)).any():
+        return None, 0
+    copies = keys // (int(own.max()) + 1)
+    return own, copies if (own == np.arange(keys) // copies).all() else 0
 
 
 def score_bound(multiplier: Tensor | float, queries: Tensor, keys: Tensor) -> Tensor:

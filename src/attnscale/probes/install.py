@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from attnscale.probes.intercept import FRAMES, Carried, Frame
+from attnscale.probes.intercept import FRAMES, Frame, ProbeTensors
 from attnscale.torch_internals import is_exporting, is_fake
 
 PREFIX = "_attnscale_"
@@ -36,7 +36,7 @@ def no_result(*_: Any) -> None:
     """Stand in for an op that returns nothing."""
 
 
-class Follower(Protocol):
+class ModuleTracer(Protocol):
     """Traces a module that takes no probe."""
 
     def run(self, module: nn.Module, call: Callable[[], Any]) -> Any:
@@ -44,7 +44,7 @@ class Follower(Protocol):
         ...
 
 
-def install(module: nn.Module, kind: str, carried: "Carried | Follower", layouts: str | None = None) -> str:
+def install(module: nn.Module, kind: str, tensors: "ProbeTensors | ModuleTracer", layouts: str | None = None) -> str:
     """Install a probe; return the name by which it is removed.
 
     `layouts` are those of the module's planned calls, by layouts_of(); None leaves those that are there.
@@ -52,7 +52,7 @@ def install(module: nn.Module, kind: str, carried: "Carried | Follower", layouts
     names = _names(module)
     layouts = getattr(type(module), "_attnscale_layouts", "") if layouts is None else layouts
     name = next(f"{kind}{number}" for number in range(len(names) + 1) if f"{kind}{number}" not in names)
-    module.__dict__[PREFIX + name] = carried
+    module.__dict__[PREFIX + name] = tensors
     _set_probes(module, (*names, name), layouts)
     return name
 
@@ -84,26 +84,26 @@ def _set_probes(module: nn.Module, names: tuple[str, ...], layouts: str) -> None
     if "_attnscale_plain" in vars(own):
         own = vars(own)["_attnscale_plain"]
     elif _names(module):
-        return  # somebody wrapped it in a class since; a probe that carries nothing does nothing
+        return  # its class was changed since; a probe without tensors does nothing
     probed = _probed_class(own, names, layouts) if names else own  # type: ignore[arg-type]
     object.__setattr__(module, "__class__", probed)  # that of a module takes several times as long
 
 
-def enter_in_graph(names: str, layouts: str, *carried: Carried) -> None:
+def enter_in_graph(names: str, layouts: str, *tensors: ProbeTensors) -> None:
     """Begin a run of a module in a graph that is traced."""
-    if not _is_dynamo_asking(carried):
-        FRAMES.enter(Frame(names, layouts, carried, is_traced=True))
+    if not _is_dynamo_asking(tensors):
+        FRAMES.enter(Frame(names, layouts, tensors, is_traced=True))
 
 
-def exit_in_graph(*carried: Carried) -> None:
+def exit_in_graph(*tensors: ProbeTensors) -> None:
     """End it."""
-    if not _is_dynamo_asking(carried) and FRAMES.innermost is not None:
+    if not _is_dynamo_asking(tensors) and FRAMES.innermost is not None:
         FRAMES.exit()
 
 
-def _is_dynamo_asking(carried: tuple[Carried, ...]) -> bool:
+def _is_dynamo_asking(tensors: tuple[ProbeTensors, ...]) -> bool:
     """Return True if Dynamo runs a bracket for its shapes alone."""
-    first = carried[0][0] if isinstance(carried[0], tuple) else carried[0]
+    first = tensors[0][0] if isinstance(tensors[0], tuple) else tensors[0]
     return is_fake((type(first),))
 
 
@@ -121,13 +121,13 @@ def _allow_in_graphs() -> None:
 
 
 def _run_uncompiled(
-    module: nn.Module, followers: tuple[str, ...], forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    module: nn.Module, tracers: tuple[str, ...], forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Run a module under its followers, each around the next."""
+    """Run a module under its tracers, each around the next."""
     call = partial(forward, module, *args, **kwargs)
-    for name in followers:
-        follower = module.__dict__.get(name)
-        call = call if follower is None else partial(follower.run, module, call)
+    for name in tracers:
+        tracer = module.__dict__.get(name)
+        call = call if tracer is None else partial(tracer.run, module, call)
     return call()
 
 
@@ -147,8 +147,8 @@ def _probed_class(plain: type[nn.Module], names: tuple[str, ...], layouts: str) 
     _allow_in_graphs()
     probes = [name for name in names if not name.startswith(FALLBACK)]
     joined, attributes = " ".join(probes), tuple(PREFIX + name for name in probes)
-    followers = tuple(PREFIX + name for name in names if name.startswith(FALLBACK))
-    run_uncompiled = torch.compiler.disable(_run_uncompiled) if followers else None
+    tracers = tuple(PREFIX + name for name in names if name.startswith(FALLBACK))
+    run_uncompiled = torch.compiler.disable(_run_uncompiled) if tracers else None
 
     has_slots = plain.__basicsize__ != nn.Module.__basicsize__  # bases of another layout cannot be set later
     root: Any = plain if has_slots else nn.Module
@@ -160,16 +160,16 @@ def _probed_class(plain: type[nn.Module], names: tuple[str, ...], layouts: str) 
             if not (self.training or torch.is_grad_enabled()) or _is_written_down():
                 return plain.forward(self, *args, **kwargs)
             if run_uncompiled is not None:
-                return run_uncompiled(self, followers, plain.forward, args, kwargs)
-            carried: list[Any] = [getattr(self, name, None) for name in attributes]
-            if any(each is None for each in carried):
+                return run_uncompiled(self, tracers, plain.forward, args, kwargs)
+            tensors: list[Any] = [getattr(self, name, None) for name in attributes]
+            if any(each is None for each in tensors):
                 return plain.forward(self, *args, **kwargs)
             if torch.compiler.is_dynamo_compiling():
-                enter_in_graph(joined, layouts, *carried)
+                enter_in_graph(joined, layouts, *tensors)
                 output = plain.forward(self, *args, **kwargs)
-                exit_in_graph(*carried)
+                exit_in_graph(*tensors)
                 return output
-            FRAMES.enter(Frame(joined, layouts, tuple(carried), is_traced=False))
+            FRAMES.enter(Frame(joined, layouts, tuple(tensors), is_traced=False))
             try:
                 return plain.forward(self, *args, **kwargs)
             finally:

@@ -75,21 +75,21 @@ def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | 
     )
 
 
-Carried = Tensor | tuple[Tensor, ...]  # the tensors that a probed module carries for a probe
+ProbeTensors = Tensor | tuple[Tensor, ...]  # what a probed module holds for a probe
 PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}  # which arguments are the operands
 PROJECTIONS = frozenset(("mm", "addmm", "convolution", "linear"))  # beyond which no product is followed
 
 
 class ProbeKind:
-    """One kind of probe. `carried` are its own tensors; in a graph that is traced they are of a subclass of Tensor."""
+    """One kind of probe. `tensors` are those that its module holds for it; in a graph, of a subclass of Tensor."""
 
-    def at_entry(self, carried: Any) -> None:
+    def at_entry(self, tensors: Any) -> None:
         """Note that a run of the module begins."""
 
-    def at_call(self, call: AttentionCall, carried: Any, number: int) -> None:
+    def at_call(self, call: AttentionCall, tensors: Any, number: int) -> None:
         """Measure a call; `number` counts those in a run of the module."""
 
-    def at_unplanned_softmax(self, carried: Any) -> None:
+    def at_unplanned_softmax(self, tensors: Any) -> None:
         """Note a softmax beyond those of the plan."""
 
 
@@ -118,19 +118,19 @@ def layouts_of(module: ModulePlan) -> str:
 
 @lru_cache
 def _split(layouts: str) -> tuple[list[PlannedLayout], bool]:
-    """Return what layouts_of() was told of each call, and True if one is written out."""
+    """Return the layout of each call that layouts_of() wrote down, and True if one is written out."""
     found = [PlannedLayout(each.removeprefix(ITSELF), each.startswith(ITSELF)) for each in layouts.split()]
     return found, any(each.code != KERNEL for each in found)
 
 
 class Frame:
-    """One run of a probed module: its probes, each with what it carries, and the number of calls so far.
+    """One run of a probed module: its probes, each with its tensors, and the number of calls so far.
 
-    `layouts` has the layout of each planned call that is written out; where there is none, nobody looks for them.
+    `layouts` has the layout of each planned call that is written out; without one, none is looked for.
     """
 
-    def __init__(self, names: str, layouts: str, carried: tuple[Carried, ...], is_traced: bool) -> None:
-        self._probes = list(zip(_kinds(names), carried, strict=True))
+    def __init__(self, names: str, layouts: str, tensors: tuple[ProbeTensors, ...], is_traced: bool) -> None:
+        self._probes = list(zip(_kinds(names), tensors, strict=True))
         self._calls, self._is_busy = 0, False
         self._layouts, has_written = _split(layouts)
         self._contexts: list[Any] = [_SoftmaxMode(self)] if has_written else []
@@ -157,8 +157,8 @@ class Frame:
         """Measure a softmax over this axis of an image of a product."""
         planned = self._next()
         if planned is None:
-            for kind, carried in self._probes:
-                kind.at_unplanned_softmax(carried)
+            for kind, tensors in self._probes:
+                kind.at_unplanned_softmax(tensors)
         elif planned.code != KERNEL and layout_from(planned.code).order[-1] == axis % scores.dim():
             self._measure(AttentionCall(left, right, scores, layout=planned.code), planned)
 
@@ -181,8 +181,8 @@ class Frame:
         call = call._replace(attends_itself=planned.attends_itself)
         self._is_busy = True
         try:
-            for kind, carried in self._probes:
-                kind.at_call(call, carried, self._calls - 1)
+            for kind, tensors in self._probes:
+                kind.at_call(call, tensors, self._calls - 1)
         finally:
             self._is_busy = False
 

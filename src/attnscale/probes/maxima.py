@@ -1,6 +1,6 @@
 """The probe of QKClip: the largest score of each head since the last step, in a buffer on the model's device.
 
-Each probed module carries a buffer with one row for each of its planned calls: the largest score of each head that
+Each probed module holds a buffer with one row for each of its planned calls: the largest score of each head that
 passed the limit, then the limit, and how often it was called. The last row counts calls that are not in the plan. A
 backward pass that recomputes a forward writes nothing.
 """
@@ -79,15 +79,15 @@ probe_max = define_op(
 class _Maxima(ProbeKind):
     """In an eager run `buffer.data` is written: a checkpoint may have saved the buffer, and checks its version."""
 
-    def at_call(self, call: AttentionCall, carried: Any, number: int) -> None:
+    def at_call(self, call: AttentionCall, tensors: Any, number: int) -> None:
         call = call.detached()
-        is_eager = type(carried) is Tensor
+        is_eager = type(tensors) is Tensor
         probe: Callable[..., None] = _probe_max if is_eager else probe_max
         with torch.no_grad():
-            probe(*call.tensors, carried.data if is_eager else carried, *call.constants, number)
+            probe(*call.tensors, tensors.data if is_eager else tensors, *call.constants, number)
 
-    def at_unplanned_softmax(self, carried: Any) -> None:
-        buffer = carried.data if type(carried) is Tensor else carried
+    def at_unplanned_softmax(self, tensors: Any) -> None:
+        buffer = tensors.data if type(tensors) is Tensor else tensors
         with torch.no_grad():
             buffer[-1, CALLS] += 1.0
 

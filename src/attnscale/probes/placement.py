@@ -26,7 +26,7 @@ from attnscale.probes.install import (
     plain_class,
     remove,
 )
-from attnscale.probes.intercept import KINDS, Carried, ProbeKind, layouts_of
+from attnscale.probes.intercept import KINDS, ProbeKind, ProbeTensors, layouts_of
 from attnscale.probes.stats import Slot
 from attnscale.torch_internals import held_by, in_backward
 from attnscale.watching.plan import Plan
@@ -50,7 +50,7 @@ class Placement:
         runs_eager = not all(each.is_compiled for each in plan.modules.values())
         self._names = names_of_sdpa(files) if runs_eager else []
         self.buffers: dict[torch.device, NumbersBuffer] = {}  # of a monitor, from one sampled step to the next
-        self.slots: dict[str, tuple[Any, Slot]] = {}  # likewise: a ModuleProbe, and what its module carries
+        self.slots: dict[str, tuple[Any, Slot]] = {}  # likewise: a ModuleProbe, and the tensors of its module
         self._layouts = {path: layouts_of(plan.modules[path]) for path in self.modules}
 
     def obstacle(self) -> str:
@@ -90,13 +90,13 @@ class Placement:
         }
 
     @contextmanager
-    def probed(self, kind: str, carried: Callable[[str], Carried]) -> Iterator[None]:
-        """Have a probe of this kind in every module; `carried` gives its tensors for the path of one."""
+    def probed(self, kind: str, tensors: Callable[[str], ProbeTensors]) -> Iterator[None]:
+        """Have a probe of this kind in every module; `tensors` returns those of a module, by its path."""
         with ExitStack() as stack:
             stack.callback(close_frames)
             stack.enter_context(Redirected(self._names))
             for path, module in self.modules.items():
-                stack.callback(remove, module, install(module, kind, carried(path), self._layouts[path]))
+                stack.callback(remove, module, install(module, kind, tensors(path), self._layouts[path]))
             yield
 
 
@@ -153,11 +153,11 @@ count_run = define_op("count_run(Tensor(a!) runs) -> ()", _count_run, no_result,
 
 
 class _Runs(ProbeKind):
-    def at_entry(self, carried: Any) -> None:
-        if type(carried) is Tensor:
-            _count_run(carried.data)
+    def at_entry(self, tensors: Any) -> None:
+        if type(tensors) is Tensor:
+            _count_run(tensors.data)
         else:
-            count_run(carried)
+            count_run(tensors)
 
 
 KINDS[KIND] = _Runs()

@@ -1,6 +1,6 @@
 """The probe of Monitor: statistics of sampled rows at each planned call, and the gradients that reach its operands.
 
-Each probed module carries the number of its ModuleProbe, in the host's memory, so that one graph serves all modules of
+Each probed module holds the number of its ModuleProbe, in the host's memory, so that one graph serves all modules of
 a class, and a count that the op writes to, which keeps the op in the graph. In a backward pass an op is kept for its
 result: a zero, which is added to a gradient. The backward takes nothing but the number, since whatever else it took
 would have to stay as it is until then, and a checkpoint would recompute it.
@@ -31,7 +31,7 @@ _NUMBERS = count()
 
 
 def slot_of(probe: object) -> Slot:
-    """Return what a module carries for a probe."""
+    """Return the tensors that a module holds for a probe."""
     number = next(_NUMBERS)
     _PROBES[number] = probe
     return torch.tensor([number]), torch.tensor([0])
@@ -88,8 +88,8 @@ probe_gradient = define_op(
 
 
 class _Stats(ProbeKind):
-    def at_call(self, call: AttentionCall, carried: Any, number: int) -> None:
-        (slot, runs), operands = carried, (call.query, call.key)
+    def at_call(self, call: AttentionCall, tensors: Any, number: int) -> None:
+        (slot, runs), operands = tensors, (call.query, call.key)
         learns = torch.is_grad_enabled() and all(operand.requires_grad for operand in operands)
         call = call.detached()
         if type(slot) is Tensor:

@@ -71,14 +71,14 @@ class _ProbedStep:
         self._placement = placement
         self.modules: list[ModuleProbe] = []
         self._own = threading.local()
-        self._own.is_here = True
+        self._own.is_own_thread = True
         for buffer in placement.buffers.values():
             buffer.begin()
 
     @property
-    def is_here(self) -> bool:
+    def is_own_thread(self) -> bool:
         """True on the thread that measures; an evaluation on another thread runs unseen."""
-        return getattr(self._own, "is_here", False)
+        return getattr(self._own, "is_own_thread", False)
 
     def buffer(self, device: torch.device) -> NumbersBuffer:
         """Return the buffer on a device."""
@@ -114,7 +114,7 @@ class _ProbedStep:
             frame = frame.f_back
 
     def slot(self, path: str) -> Slot:
-        """Return what the module at this path carries: the same at every step."""
+        """Return the tensors of the module at this path, the same at every step."""
         if path not in self._placement.slots:
             module = ModuleProbe(path, self.plan.modules[path])
             self._placement.slots[path] = module, slot_of(module)
@@ -164,7 +164,7 @@ class ModuleProbe:
     def measure(self, number: int, given: AttentionCall, learns: bool, is_compiled: bool) -> AddGradients | None:
         """Measure a call, this one in a run of the module; return what adds the gradients of its operands."""
         step = self.step
-        if step is None or not step.is_here:
+        if step is None or not step.is_own_thread:
             return None
         self.runs += number == 0
         planned = self._plan.calls[number] if number < len(self._plan.calls) else None

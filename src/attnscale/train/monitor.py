@@ -276,7 +276,7 @@ class Monitor(PlottedResult):
             self._unwritten = lambda: self._conclude(
                 at, facts, Merged(arriving.tallies(), learning=_values(learning)), clipped, arriving.stats(), audit
             )
-            if arriving.is_here and all(number.is_here for number in learning.values()):
+            if arriving.has_arrived and all(number.is_here for number in learning.values()):
                 self.flush()
             else:
                 atexit.register(self.flush)

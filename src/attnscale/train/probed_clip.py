@@ -19,14 +19,14 @@ from attnscale.probes.placement import Placement, Structure
 from attnscale.watching.layer import Layer
 
 MOST_EMPTY = 4  # steps in which no attention runs, before any buffer was written
-MOST_PENDING = 64  # steps whose numbers may be on their way
-# Steps after which a GPU's numbers are looked at to see whether clips have an effect; on all ranks after as many.
+MOST_PENDING = 64  # steps whose numbers a GPU may still owe
+# Steps after which a GPU's numbers are read to check the effect of clips; the same on all ranks.
 STEPS_UNTIL_OBSERVED = 8
 
 
 @dataclass(frozen=True, eq=False)
 class _Pending:
-    """The maxima and factors of a step on their way to the host, then two votes and how many calls were not planned."""
+    """The numbers of a step, copied to the host: maxima, factors, two votes, and the number of unplanned calls."""
 
     packed: Tensor
     event: "torch.cuda.Event | None"
@@ -107,15 +107,15 @@ class ProbedClip:
         if self._was_written:
             return False
         ran = self._buffers.calls()
-        told = [(any(ran), all(ran))]
+        answers = [(any(ran), all(ran))]
         for axis in self.axes:
-            told = [each for of_rank in axis.gathered(told) for each in of_rank]
-        self._was_written = any(some for some, _ in told)
+            answers = [each for of_rank in axis.gathered(answers) for each in of_rank]
+        self._was_written = any(some for some, _ in answers)
         self._empty += not self._was_written
-        return any(some and not every for some, every in told) or self._empty == MOST_EMPTY
+        return any(some and not every for some, every in answers) or self._empty == MOST_EMPTY
 
     def clip(self) -> list[ClipReport]:
-        """Clip what passed the threshold since the last step; return the reports that are known by now."""
+        """Clip what passed the threshold since the last step; return the reports that have arrived."""
         own, unplanned = self._buffers.read()
         self._buffers.clear_()
         numbers, votes = self._clipper.agreed(own[None])

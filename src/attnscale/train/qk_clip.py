@@ -102,7 +102,7 @@ class QKClip:
 
     @property
     def last(self) -> ClipReport | None:
-        """The report of the last step that clipped anything, once all that is on its way has arrived."""
+        """The report of the last step that clipped anything; waits for a GPU."""
         self.flush()
         return self._last
 
@@ -139,7 +139,7 @@ class QKClip:
         return inner_optimizer(optimizer).register_step_post_hook(after)
 
     def flush(self) -> ClipReport | None:
-        """Wait for what is on its way from a device; return the last report that this brought."""
+        """Wait for reports from a GPU, and return the last one."""
         return None if self._probed is None else self._deliver(self._probed.arrived(waits=True))
 
     def close(self) -> None:
@@ -233,10 +233,10 @@ class QKClip:
             why = why_not_probed(placement, layers)
         heads = {name: layer.heads for name, layer in layers.items()}
         for axis in axes:
-            told = axis.gathered((why, heads, ran))
-            why = next((theirs for theirs, _, _ in told if theirs), "")
-            ran = all(each for *_, each in told)
-            differs |= not axis.cut and any(theirs != heads for _, theirs, _ in told)
+            answers = axis.gathered((why, heads, ran))
+            why = next((theirs for theirs, _, _ in answers if theirs), "")
+            ran = all(each for *_, each in answers)
+            differs |= not axis.cut and any(theirs != heads for _, theirs, _ in answers)
         if not ran or (differs and not why):
             return False  # nothing ran on some rank, or not all that attends; perhaps the next time
         if why or placement is None:

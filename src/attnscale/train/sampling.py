@@ -84,7 +84,7 @@ Logs = Mapping[tuple[str, int], float]  # of factors, by layer and head
 
 @dataclass(frozen=True)
 class Clipped:
-    """Factors since the record before, with the logarithms of all that was taken until then; None: nobody clips."""
+    """Logarithms of QK-Clip's factors, until the record before and until this one; None without a clip."""
 
     before: Logs
     until: Logs | None
@@ -106,7 +106,7 @@ class Clipped:
 
 
 class Clips:
-    """Remembers what had been taken when a sampled step began."""
+    """The factors of QK-Clip when a sampled step began."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -114,7 +114,7 @@ class Clips:
         self._until: Logs | None = None
 
     def begin(self) -> None:
-        """Begin a sampled step: wait for factors on their way from a device."""
+        """Begin a sampled step: wait for factors from a GPU."""
         self._until = clip_logs(self._model)
 
     def since(self) -> Clipped:

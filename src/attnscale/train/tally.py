@@ -35,7 +35,7 @@ Layers = Mapping[str, Layer | Sequence[ProbedCall]]
 
 
 class MergedStats(ScoreStats):
-    """Statistics over the rows of several ranks; what standard errors are told from does not travel."""
+    """Statistics over the rows of several ranks; what standard errors need is not sent."""
 
     def stderr(self, name: str) -> Tensor:
         """Return NaN: the error is not known."""
@@ -43,7 +43,7 @@ class MergedStats(ScoreStats):
 
 
 class PendingTallies:
-    """The sums of a step on their way to the host: nobody waits for probes on a GPU before their numbers are asked for.
+    """The sums of a step, which a GPU is not waited for before they are asked for.
 
     Calls that probes measured lie in buffers that are being copied. What was traced is copied when it is asked for.
     """
@@ -66,9 +66,9 @@ class PendingTallies:
         return cls(layers, part)  # type: ignore[arg-type]
 
     @property
-    def is_here(self) -> bool:
+    def has_arrived(self) -> bool:
         """True if tallies() would not wait."""
-        return all(host is not None and host.is_here for host in self._hosts.values())
+        return all(host is not None and host.has_arrived for host in self._hosts.values())
 
     def tallies(self) -> Tallies:
         """Wait for the sums, and return them."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
+from attnscale.measure.lengths import mean_cosine, mean_lengths
 from attnscale.numerics import HALF_DTYPES, constant_on, wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
 from attnscale.tracing.following import ProjectionPath, Trace
@@ -214,7 +214,7 @@ class WrittenCall:
         vectors = some.queries(), some.keys(chosen=columns.numpy())
         queries, keys_seen = (each.unflatten(0, self.axes.groups.shape) for each in vectors)
         left_out = _chosen(padding, positions), _chosen(hidden, columns)
-        query, key = mean_lengths_of_both(queries, keys_seen, left_out)
+        query, key = mean_lengths(queries, keys_seen, left_out)
         of_query, of_key = (torch.from_numpy(np.abs(path.factor).mean(1)) for path in self.paths)
         return query.cpu() / of_query, key.cpu() / of_key, mean_cosine(queries, keys_seen, left_out).cpu()
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
-from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
+from attnscale.measure.lengths import mean_cosine, mean_lengths
 from attnscale.measure.measuring import measured
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on, is_surely_finite, wide_dtype, without_autocast
@@ -285,7 +285,7 @@ def measured_lengths(
     """
     query, padding = _measured(query, left_out[0], every)
     key, hidden = _measured(key, left_out[1], every)
-    return mean_lengths_of_both(query, key, (padding, hidden))
+    return mean_lengths(query, key, (padding, hidden))
 
 
 def _before(norm: Tensor, factor: Factors) -> Tensor:
