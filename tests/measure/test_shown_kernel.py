@@ -7,11 +7,9 @@ import torch
 
 from attnscale.attending.call import Call
 from attnscale.attending.ragged import Layout, Ragged
-from attnscale.measure.lengths import BOUND_SLACK
 from attnscale.measure.pooled import Table, pool_rows
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Sample
 from attnscale.measure.stats import table_of
 from attnscale.visibility import Visibility
 
@@ -94,18 +92,6 @@ def test_heads_are_finished_as_on_a_cpu(name):
     wanted = table_of(pool_rows(RowSums(sums[7, 0].long(), *sums[:7, 0])))
     torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6, equal_nan=True)
     assert Table(found)().rows.tolist() == exact(call).visible.gt(0).sum((0, 2)).tolist()
-
-    rows, weights = torch.tensor([[0, 5, 20, 33], [2, 6, 31, 36]]).int(), torch.tensor([2.0, 7.5, 8.0, 19.5]).double()
-    bound, span = torch.randn(heads), 16
-    sums = score_masked_rows(call, rows, span)
-    found = finish(sums, weights, bound)
-    pooled = pool_rows(
-        RowSums(sums[7].long(), *sums[:7].double()).over_shards(),
-        bound + BOUND_SLACK * bound.abs().clamp(min=1.0),
-        Sample(rows, torch.arange(4), weights),
-        errors=False,
-    )
-    torch.testing.assert_close(found, table_of(pooled), rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("seen", [Visibility(), Visibility.causal(), Visibility.causal(window=5), Visibility(last=2)])

@@ -30,7 +30,7 @@ from attnscale.measure.cuda.sdpa import (
     attend_with_lse,
     attention_gradients,
     attention_rows_backward,
-    is_cast,
+    has_one_dtype,
     packed_gradients,
 )
 from attnscale.measure.lengths import max_bound
@@ -66,11 +66,6 @@ def attends(call: Call) -> bool:
         return False
     programs = call.key.shape[0] * call.key.shape[1]
     return call.query.shape[2] > 1 or call.visibility.is_causal or programs >= ENOUGH_PROGRAMS
-
-
-def has_one_dtype(call: Call) -> bool:
-    """Return True if the kernels would get the tensors as they are: one dtype, and autocast has nothing to cast."""
-    return call.query.dtype == call.key.dtype == call.value.dtype and not is_cast(call)
 
 
 def attend(call: Call) -> tuple[Tensor, ScoreStats]:

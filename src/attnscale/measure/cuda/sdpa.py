@@ -40,9 +40,11 @@ def attend_with_lse(call: Call) -> tuple[Tensor, Tensor | None]:
     return output, lse.reshape(*lse.shape[:2], -1)[..., : call.query.shape[2]]  # what is behind is padding
 
 
-def is_cast(call: Call) -> bool:
-    """Return True if autocast would hand a kernel other tensors."""
-    return torch.is_autocast_enabled("cuda") and call.query.dtype != torch.get_autocast_dtype("cuda")
+def has_one_dtype(call: Call) -> bool:
+    """Return True if the kernels would get the tensors as they are: one dtype, and autocast has nothing to cast."""
+    if not call.query.dtype == call.key.dtype == call.value.dtype:
+        return False
+    return not torch.is_autocast_enabled("cuda") or call.query.dtype == torch.get_autocast_dtype("cuda")
 
 
 def _takes_as_given(call: Call) -> bool:
@@ -51,8 +53,7 @@ def _takes_as_given(call: Call) -> bool:
         and call.softcap is None
         and call.query.shape[-1] == call.value.shape[-1]
         and call.query.shape[-1] % ALIGNMENT == 0
-        and call.query.dtype == call.key.dtype == call.value.dtype
-        and not is_cast(call)
+        and has_one_dtype(call)
         and not torch.compiler.is_compiling()
     )
 
