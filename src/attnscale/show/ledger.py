@@ -21,8 +21,8 @@ def show_ledger(claims: Sequence[Claim]) -> None:
         if own:
             _print_title(source, console)
             for kind, heading in ((STATEMENT, ""), (ARITHMETIC, "Plain arithmetic:")):
-                group = [claim for claim in own if claim.kind == kind]
-                console.print(*([heading] if heading and group else []), *map(_entry, group), sep="\n")
+                if group := [claim for claim in own if claim.kind == kind]:
+                    console.print(*([heading] if heading else []), *map(_entry, group), sep="\n")
     console.print(Text("\n" + "\n".join(counted(claims)), style="bold"))
 
 
