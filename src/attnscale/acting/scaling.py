@@ -55,7 +55,6 @@ class _Rows:
 
     @cached_property
     def size(self) -> int:
-        """Number of factors."""
         return math.prod(self.shape)
 
     @cached_property
@@ -83,7 +82,6 @@ class _Rows:
 
     @cached_property
     def weight(self) -> int:
-        """Number of elements in a row."""
         return math.prod(self.kind[0]) // max(self.size, 1)  # type: ignore[call-overload, no-any-return]
 
 

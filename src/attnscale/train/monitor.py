@@ -37,7 +37,7 @@ OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
 Audit = tuple[list[Finding], dict[str, ScaleError]]  # alarms of the first sampled step, and layers with a wrong scale
 NO_AUDIT: Audit = ([], {})
 LOGGER = logging.getLogger("attnscale")
-Given = float | Tensor | None
+Scalar = float | Tensor | None
 T = TypeVar("T")
 
 
@@ -146,13 +146,13 @@ class Monitor(PlottedResult):
         self.flush()
         return self._history
 
-    def step(self, loss: Given = None, lr: Given = None) -> None:
+    def step(self, loss: Scalar = None, lr: Scalar = None) -> None:
         """End a training step: record it if it was sampled, with what note() takes, and watch the next if it is."""
         self.note(loss, lr)
         self.end()
         self.begin()
 
-    def note(self, loss: Given = None, lr: Given = None) -> None:
+    def note(self, loss: Scalar = None, lr: Scalar = None) -> None:
         """Note the loss and the learning rate of the present step, numbers or tensors, for its record if it is sampled.
 
         Later values replace earlier ones; a record has the mean loss of all ranks, and rank 0's learning rate. Nothing
