@@ -6,7 +6,6 @@ import torch
 from attnscale.measure.lengths import (
     head_lengths,
     lengths_of_both,
-    longest,
     mean_lengths,
 )
 
@@ -28,8 +27,6 @@ def test_lengths_are_those_of_float64(shape, layout, dtype):
     expected = vectors.double().square().sum((0, 2, 3)).sqrt()
     assert head_lengths(vectors).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
     assert torch.equal(head_lengths(vectors), head_lengths(vectors))
-    each = vectors.double().square().sum(-1).amax(-1).sqrt()
-    assert torch.allclose(longest(vectors).double(), each, rtol=1e-5)
 
 
 def test_of_nothing_they_are_zero():
@@ -40,7 +37,6 @@ def test_a_vector_that_is_no_number_is_seen_in_its_head_alone():
     vectors = torch.ones(1, 2, 300, 4)
     vectors[0, 1, 3, 2] = torch.nan
     assert head_lengths(vectors).isnan().tolist() == [False, True]
-    assert longest(vectors).isnan().tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -49,6 +49,17 @@ def test_the_gradient_norm_is_that_of_autograd_over_all_calls(kind):
     torch.testing.assert_close(layer.key_gradient, squares["key"].sqrt(), rtol=1e-5, atol=0)
 
 
+def test_a_second_backward_through_one_graph_adds_as_another_batch_does():
+    model, x, found = Kept(33, 3), torch.randn(2, 5, 33), []
+    for times in (1, 2):
+        with attnscale.watch(model) as seen:
+            loss = model(x).square().sum()
+            for _ in range(times):
+                loss.backward(retain_graph=True)
+        found.append(seen.layers["Kept"].key_gradient)
+    torch.testing.assert_close(found[1], 2**0.5 * found[0])
+
+
 def test_a_shared_key_shows_its_gradient_on_every_head_of_its_group():
     class Grouped(nn.Module):
         def __init__(self):

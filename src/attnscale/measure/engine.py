@@ -108,10 +108,10 @@ def attention_with_stats(
         check_rows(rows)
         options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p, sinks
         return uncompiled(ragged.nested_attention_with_stats)(query, key, value, rows, *options)
-    kind = None
+    layouts = None
     if attn_mask is None and softcap is None and sinks is None:
-        kind = _kind_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)
-        planned = PLANS.get(kind)
+        layouts = _layouts_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)
+        planned = PLANS.get(layouts)
         if planned is not None:
             return planned(query, key, value)
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
@@ -120,15 +120,15 @@ def attention_with_stats(
     check_sinks(sinks, query)
     seen = Visibility.of(attn_mask, is_causal)
     call = scaled_call(query, key, value, seen, scale, enable_gqa, softcap, dropout_p, sinks)
-    way: Planned | None = None
+    direct: Planned | None = None
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
-        if kind is not None:
+        if layouts is not None:
             kernel = on_cuda.kernel_for(call.query, call.key, call.value, call.scale, is_causal)
-            way = partial(on_cuda.attend_directly, kernel, call.scale, is_causal)
+            direct = partial(on_cuda.attend_directly, kernel, call.scale, is_causal)
     elif rows is not None and sinks is None and on_cuda.measures(call):
         output, stats = on_cuda.attend_sampling(call, rows)
-        way = partial(on_cuda.sample_directly, rows, dropout_p, call.scale, is_causal)
+        direct = partial(on_cuda.sample_directly, rows, dropout_p, call.scale, is_causal)
     elif rows is None and attends_rows(call):
         output, found = attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=MeasuredRows(found))
@@ -136,22 +136,19 @@ def attention_with_stats(
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
             stats = measure(call, rows)
-    if way is not None and kind is not None and call.query is query and call.key is key and call.value is value:
-        _keep(kind, way)  # nothing was folded
+    is_as_passed = call.query is query and call.key is key and call.value is value
+    if direct is not None and layouts is not None and is_as_passed:
+        if len(PLANS) >= MOST_PLANS:
+            PLANS.clear()
+        PLANS[layouts] = direct
     return output.reshape(shape), stats
 
 
-def _kind_of(query: Tensor, key: Tensor, value: Tensor, scale: Any, *flags: Hashable) -> Hashable:
+def _layouts_of(query: Tensor, key: Tensor, value: Tensor, scale: Any, *flags: Hashable) -> Hashable:
     if not isinstance(query, Tensor):
-        return None  # and told so by the checks
+        return None  # the checks refuse it
     plain = query.is_cuda and key.is_cuda and value.is_cuda and query.dim() == key.dim() == value.dim() == 4
     if not plain or not (scale is None or type(scale) is float) or is_intercepted(query, key, value):
         return None
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     return *layout_key(query), *layout_key(key), *layout_key(value), scale, cast, *flags
-
-
-def _keep(kind: Hashable, planned: Planned) -> None:
-    if len(PLANS) >= MOST_PLANS:
-        PLANS.clear()
-    PLANS[kind] = planned

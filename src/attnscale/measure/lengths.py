@@ -103,15 +103,6 @@ def _shared(of_keys: Tensor, query: Tensor) -> Tensor:
     return of_keys if group == 1 else of_keys.repeat_interleave(group)
 
 
-def longest(vectors: Tensor) -> Tensor:
-    """Return the length of the longest vector of each batch entry and head; NaN where one has it.
-
-    >>> longest(torch.tensor([[[[3.0, 4.0], [1.0, 0.0]]]])).tolist()
-    [[5.0]]
-    """
-    return lengths(vectors).amax(-1)
-
-
 def max_bound(call: Call, lse: Tensor | None = None) -> Tensor:
     """Return an upper bound of each head's scores: |a| · max‖q‖ · max‖k‖, plus the largest bias (Cauchy–Schwarz).
 
@@ -122,7 +113,7 @@ def max_bound(call: Call, lse: Tensor | None = None) -> Tensor:
     if lse is not None and call.visibility.is_plain:
         highest = lse.detach().numpy().max((0, 2))
         return torch.from_numpy(highest + (np.abs(highest) + 1.0) * BOUND_SLACK)
-    queries, keys = longest(call.query), longest(call.key)
+    queries, keys = lengths(call.query).amax(-1), lengths(call.key).amax(-1)
     keys = keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1)
     bound = queries * keys * abs(call.scale)
     if call.softcap is not None:

@@ -18,7 +18,7 @@ from attnscale.attending.call import Call
 from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 from attnscale.measure.threads import share
 from attnscale.numerics import is_surely_finite, wide_dtype
-from attnscale.visibility import Visibility
+from attnscale.visibility import COUNTING_ROWS, Visibility
 
 HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN
 BITS = math.log2(math.e)  # in a score of one
@@ -109,8 +109,12 @@ def _sums(
 
 def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
     """Return the visible keys of each row, or of the rows at these positions: (batch, heads, rows), expanded."""
-    batch, heads, q_len, _ = call.query.shape
-    counts = call.visibility.counts(q_len, call.key.shape[-2], call.query.device)
+    (batch, heads, q_len, _), seen = call.query.shape, call.visibility
+    if positions is not None and positions.dim() == 1 and seen.documents is not None:  # to count all is quadratic
+        every_key = slice(0, call.key.shape[-2])
+        shown = [seen.shown(some, every_key, call.query.device) for some in positions.split(COUNTING_ROWS)]
+        return torch.cat([each.sum(-1) for each in shown if each is not None], dim=-1).expand(batch, heads, -1)
+    counts = seen.counts(q_len, call.key.shape[-2], call.query.device)
     if counts is None:
         rows = q_len if positions is None else positions.shape[-1]
         return torch.full((1,), call.key.shape[-2], device=call.query.device).expand(batch, heads, rows)
