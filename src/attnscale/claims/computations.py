@@ -44,7 +44,7 @@ HEAD_DIMS = (4, 32, 256)
 STEPS, RATE, RUNS = 80, 0.005, 8
 HOT = 100  # times that rate
 LEARNED = 0.1  # nats below guessing
-DEEP, WIDE, DRAWN = 8, 256, 4  # layers and d_k of the models whose gradients are measured, and how many there are
+DEEP, WIDE, DRAWN = 8, 256, 5  # layers and d_k of the models whose gradients are measured, and how many there are
 TEXT = math.log(256)  # nats, for guessing a byte
 # Two distributions of mean 0 and variance 1, as lists of equally likely values.
 SIGNS = (-1.0, 1.0)
@@ -125,7 +125,7 @@ class Spread:
         """Format the standard deviation, followed by its 95% margin."""
         return f"{self.std:{form}} ± {1.96 * self.error / (2 * self.std):.1g}"
 
-    def is_(self, variance: float) -> bool:
+    def agrees_with(self, variance: float) -> bool:
         """Return True if the sample could come from a distribution of this variance."""
         return abs(self.variance - variance) < ERRORS * self.error
 
@@ -302,7 +302,7 @@ def mostly_one_hot() -> Evidence:
 def unit_spread_at_start() -> Evidence:
     """Test if scores of drawn vectors, divided by √d_k, have a spread of one at every width."""
     spreads = {dim: drawn_spread(dim).over(math.sqrt(dim)) for dim in DIMS}
-    holds = all(found.is_(1.0) and regime(found.std, KEYS) == "healthy" for found in spreads.values())
+    holds = all(found.agrees_with(1.0) and regime(found.std, KEYS) == "healthy" for found in spreads.values())
     ends = f"{spreads[DIMS[0]]:.2f} at d_k = {DIMS[0]}, {spreads[DIMS[-1]]:.2f} at {DIMS[-1]}"
     return Evidence(holds, f"drawn: spread {ends}")
 

@@ -56,7 +56,7 @@ def _stable_without_scale() -> Evidence:
 def _root_dim() -> Evidence:
     spreads = {dim: compute.drawn_spread(dim) for dim in DIMS}
     shown = f"drawn: std {spreads[DIM]:.2f} at d_k = {DIM}, {spreads[DIMS[-1]]:.1f} at {DIMS[-1]}"
-    return Evidence(all(found.is_(dim) for dim, found in spreads.items()), shown)
+    return Evidence(all(found.agrees_with(dim) for dim, found in spreads.items()), shown)
 
 
 def _typical_dim(since: int, before: int) -> Evidence:

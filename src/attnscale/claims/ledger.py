@@ -55,11 +55,11 @@ def changed(claims: Iterable[Claim], whole: bool = True) -> list[str]:
     return sentences
 
 
-def record(claims: Iterable[Claim], path: Path | str | None = None) -> None:
-    """Write the verdicts to a file, by default the one that changed() reads."""
+def record(claims: Iterable[Claim]) -> None:
+    """Write the verdicts to the file that changed() reads."""
     verdicts = {claim.id: claim.verdict for claim in claims}
     text = json.dumps(verdicts, indent=1, sort_keys=True, ensure_ascii=False)
-    write_whole(Path(str(files("attnscale.claims") / RECORDED)) if path is None else Path(path), text + "\n")
+    write_whole(Path(str(files("attnscale.claims") / RECORDED)), text + "\n")
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedScale:
     """Published model that learns what multiplies q·k, and where that is stated."""
 
     model: str
@@ -70,10 +70,10 @@ class Learned:
 
 
 LEARNED = (
-    Learned("Swin-v2", "one temperature a head", False, True, "transformers Swinv2SelfAttention.logit_scale"),
-    Learned("TimesFM 2.5", "a gain of every dimension", False, False, "transformers TimesFm2_5Attention.scaling"),
-    Learned("nGPT", "a gain of every dimension of normed q and k", True, False, "Loshchilov et al. 2024, s_qk"),
-    Learned("Qwen3", "gains of its QK-norm", True, False, "transformers Qwen3Attention.q_norm, k_norm"),
+    LearnedScale("Swin-v2", "one temperature a head", False, True, "transformers Swinv2SelfAttention.logit_scale"),
+    LearnedScale("TimesFM 2.5", "a gain of every dimension", False, False, "transformers TimesFm2_5Attention.scaling"),
+    LearnedScale("nGPT", "a gain of every dimension of normed q and k", True, False, "Loshchilov et al. 2024, s_qk"),
+    LearnedScale("Qwen3", "gains of its QK-norm", True, False, "transformers Qwen3Attention.q_norm, k_norm"),
 )
 
 CLIPPED_AT = 100.0  # Kimi K2 rescales a head's query and key weights once its scores pass this

@@ -93,7 +93,7 @@ SOURCE.section("Why This Matters")
 @SOURCE.claim("score-std-64", "The spread of unscaled scores at d_k = 64 is 8.", "8")
 def _std_64() -> Evidence:
     found = compute.drawn_spread(DIM)
-    return Evidence(found.is_(DIM), f"drawn: {found:.2f}")
+    return Evidence(found.agrees_with(DIM), f"drawn: {found:.2f}")
 
 
 SOURCE.numbers(
@@ -244,7 +244,7 @@ SOURCE.section("Exercises")
 @SOURCE.claim("std-512", "Exercise: the standard deviation at d_k = 512.", "√512")
 def _std_512() -> Evidence:
     found = compute.drawn_spread(512)
-    return Evidence(found.is_(512), f"drawn: {found:.2f}; √512 = {math.sqrt(512):.2f}")
+    return Evidence(found.agrees_with(512), f"drawn: {found:.2f}; √512 = {math.sqrt(512):.2f}")
 
 
 @SOURCE.claim(
@@ -357,7 +357,7 @@ def _low_dim() -> Evidence:
 def _nearly_normal() -> Evidence:
     scores = compute.drawn_scores(DIM)
     kurtosis = float(((scores - scores.mean()) ** 4).mean() / scores.var() ** 2 - 3)
-    holds = abs(kurtosis) < NEARLY_NORMAL and compute.drawn_spread(DIM).is_(DIM)
+    holds = abs(kurtosis) < NEARLY_NORMAL and compute.drawn_spread(DIM).agrees_with(DIM)
     shown = f"drawn at d_k = {DIM}: spread {compute.drawn_spread(DIM):.2f}, excess kurtosis {kurtosis:.2f}"
     return Evidence(holds, shown)
 

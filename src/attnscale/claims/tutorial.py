@@ -113,7 +113,7 @@ def _mean_square() -> Evidence:
 
 def _exact_anyway() -> Evidence:
     shifted, drawn = compute.drawn_spread(DIM, shift=0.5), compute.head_spread("GPT-2").mean ** 2
-    holds = shifted.is_(DIM) and abs(drawn / DIM - 1) < LITTLE
+    holds = shifted.agrees_with(DIM) and abs(drawn / DIM - 1) < LITTLE
     margin = 1.96 * shifted.error
     shown = f"{shifted.variance:.0f} ± {margin:.1g} with means of 0.5; {drawn:.1f} at GPT-2's initialisation"
     return Evidence(holds, shown)
@@ -179,7 +179,7 @@ def _quotient() -> Evidence:
 @SOURCE.claim("divisor-from-variance", "d_k/c² = 1 is solved by c = √d_k.", "√d_k")
 def _divisor() -> Evidence:
     found = {dim: compute.drawn_spread(dim) for dim in DIMS}
-    holds = all(spread.over(math.sqrt(dim)).is_(1.0) for dim, spread in found.items())
+    holds = all(spread.over(math.sqrt(dim)).agrees_with(1.0) for dim, spread in found.items())
     return Evidence(holds, f"c = {found[DIM]:.2f} brings drawn scores of d_k = {DIM} to unit variance")
 
 
