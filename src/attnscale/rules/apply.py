@@ -1,4 +1,4 @@
-"""Apply any `scale` that a caller may pass: it becomes query, key and the float that multiplies their products."""
+"""Apply a scale of any accepted type to query and key."""
 
 import math
 from collections.abc import Callable
@@ -43,9 +43,9 @@ def apply_scale_to_sequences(
     sequence: Callable[[], Tensor],
     visible: Callable[[], Tensor],
 ) -> Scaled:
-    """Apply a scale to packed sequences, (1, heads, total, head_dim); `sequence` gives the sequence of each row.
+    """Apply a scale to packed sequences, (1, heads, total, head_dim); `sequence` is the sequence of each row.
 
-    A user's own rule gets one sequence after the other; rules of the catalogue get all rows at once.
+    A user's own rule is called once per sequence, rules of the catalogue once for all rows.
     """
     if isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[0] > 1 and scale.shape[2] == 1:
         return apply_scale(scale[sequence(), :, 0].transpose(0, 1).unsqueeze(0), query, key, visible)
@@ -63,7 +63,7 @@ def apply_scale_to_sequences(
 
 
 def can_be_traced(scale: Scale) -> bool:
-    """Return True if a graph can apply the scale to packed sequences: if no rule needs their lengths in Python."""
+    """Return True if a compiled graph can apply the scale to packed sequences, without their lengths in Python."""
     if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
         return True
     known = about_rule(get_rule(scale))
@@ -102,5 +102,5 @@ def _checked(scale: Tensor, query: Tensor) -> Tensor:
 def _all_finite(scale: Tensor) -> bool:
     try:
         return bool(scale.isfinite().all())
-    except RuntimeError:  # under vmap, or on a fake tensor, there is no value to look at
+    except RuntimeError:  # tensors under vmap and fake tensors have no values
         return True
