@@ -152,8 +152,8 @@ def _check_mask_tensor(query: Tensor, attn_mask: Tensor, scores: tuple[int, ...]
         raise DtypeError(
             f"Expected attn_mask as booleans (True: visible) or floats (added to the scores), got {attn_mask.dtype}."
         )
-    known = (torch.bool, torch.float32, query.dtype)
-    if attn_mask.dtype not in known and not torch.is_autocast_enabled(query.device.type):
+    accepted = (torch.bool, torch.float32, query.dtype)
+    if attn_mask.dtype not in accepted and not torch.is_autocast_enabled(query.device.type):
         raise DtypeError(
             f"Expected attn_mask dtype to be bool, float32 or the query's, {query.dtype}, got {attn_mask.dtype}; "
             "convert it with attn_mask.to(query.dtype)."
@@ -176,9 +176,9 @@ def _check_causal_bias(bias: Any, scores: tuple[int, ...]) -> None:
         )
 
 
-def _check_documents(query: Tensor, seen: Visibility, scores: tuple[int, ...]) -> None:
+def _check_documents(query: Tensor, visibility: Visibility, scores: tuple[int, ...]) -> None:
     lead = scores[:-3]
-    for side, ids, length in zip(("row", "key"), seen.documents or (), scores[-2:], strict=False):
+    for side, ids, length in zip(("row", "key"), visibility.documents or (), scores[-2:], strict=False):
         if not broadcasts_to(ids.shape, (*lead, length)) or ids.shape[-1:] != (length,):
             raise ShapeError(
                 f"Expected the document of each {side}, broadcasting to {(*lead, length)}, got {tuple(ids.shape)}."

@@ -85,11 +85,11 @@ def row_statistics(scores: ArrayLike) -> RowStatistics:
     scores = np.asarray(scores, dtype=np.float64)
     p = softmax(scores)
     visible = np.isfinite(scores).sum(-1).astype(np.float64)
-    seen = np.where(visible > 0, 1.0, np.nan)
+    sees_keys = np.where(visible > 0, 1.0, np.nan)
     highest = scores.max(-1, initial=-np.inf)
-    top1 = p.max(-1, initial=0.0) * seen
-    entropy = -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1) * seen
-    square, cube = (p**2).sum(-1) * seen, (p**3).sum(-1)
+    top1 = p.max(-1, initial=0.0) * sees_keys
+    entropy = -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1) * sees_keys
+    square, cube = (p**2).sum(-1) * sees_keys, (p**3).sum(-1)
     return RowStatistics(
         visible=visible,
         max=highest,
@@ -107,5 +107,5 @@ def row_statistics(scores: ArrayLike) -> RowStatistics:
 def score_moments(scores: ArrayLike) -> tuple[int, float, float]:
     """Return count, mean and variance of the visible scores."""
     scores = np.asarray(scores, dtype=np.float64)
-    seen = scores[np.isfinite(scores)]
-    return seen.size, float(seen.mean()), float(seen.var())
+    shown = scores[np.isfinite(scores)]
+    return shown.size, float(shown.mean()), float(shown.var())

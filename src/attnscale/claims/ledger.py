@@ -23,9 +23,9 @@ SOURCES = (post.SOURCE, tutorial.SOURCE, textbook.SOURCE, discussion.SOURCE)
 
 def ledger(ids: Sequence[str] = ()) -> list[Claim]:
     """Judge all claims, grouped by source, or only those with these ids."""
-    known = {entry.id for source in SOURCES for entry in source.entries}
-    if unknown := [name for name in ids if name not in known]:
-        close = get_close_matches(unknown[0], known, n=3)
+    all_ids = {entry.id for source in SOURCES for entry in source.entries}
+    if unknown := [name for name in ids if name not in all_ids]:
+        close = get_close_matches(unknown[0], all_ids, n=3)
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
         raise SettingError(f"Unknown claim {unknown[0]!r}.{meant} Run 'attnscale claims --json' to see all ids.")
     return [

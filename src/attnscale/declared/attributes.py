@@ -113,8 +113,8 @@ def _is_ours(kind: type | FunctionType) -> bool:
 
 
 def _constant_value(rule: Scale, head_dim: int) -> float | None:
-    known = about_rule(rule)
-    if isinstance(rule, nn.Module | Tensor) or (known is not None and known.needs_visible):
+    about = about_rule(rule)
+    if isinstance(rule, nn.Module | Tensor) or (about is not None and about.needs_visible):
         return None
     ones = torch.ones(1, 1, 2, head_dim)
     query, key, scale = apply_scale(rule, ones, ones, lambda: None)

@@ -49,8 +49,8 @@ def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
 
     >>> attention = nn.Module()
     >>> attention.scale = 8.0
-    >>> said = declared(nn.ModuleDict({"attn": attention}), "attn", head_dim=64)
-    >>> said.scale, said.scale_source
+    >>> found = declared(nn.ModuleDict({"attn": attention}), "attn", head_dim=64)
+    >>> found.scale, said.scale_source
     (0.125, 'attn.scale')
     """
     parents = parents_of(model, path)

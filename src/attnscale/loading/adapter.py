@@ -62,5 +62,5 @@ def _config_of(peft: Any, raw: Any, folder: Path) -> Any:
     kind = raw.get("peft_type") if isinstance(raw, dict) else None
     if kind not in kinds:
         raise ModelError(f"Unknown peft_type {kind!r} in {folder / CONFIG}: peft {peft.__version__} does not have it.")
-    known = {field.name for field in fields(kinds[kind]) if field.init} - UNSAFE
-    return kinds[kind](**{name: value for name, value in raw.items() if name in known} | {"inference_mode": True})
+    names = {field.name for field in fields(kinds[kind]) if field.init} - UNSAFE
+    return kinds[kind](**{name: value for name, value in raw.items() if name in names} | {"inference_mode": True})

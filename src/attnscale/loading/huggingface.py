@@ -65,8 +65,8 @@ def load_gguf(path: Path, request: Request) -> nn.Module:
         raw = safe(dict(reader.load_gguf_checkpoint(str(path), return_tensors=False)["config"]), path)
         config = _config_of(raw, path)
         config.dtype = torch.float32
-        known = transformers_package().MODEL_FOR_CAUSAL_LM_MAPPING
-        model_class = known[type(config)] if type(config) in known else _model_class(config)
+        causal_models = transformers_package().MODEL_FOR_CAUSAL_LM_MAPPING
+        model_class = causal_models[type(config)] if type(config) in causal_models else _model_class(config)
         sketch = _sketch(model_class, config)
         require_memory(_size(sketch, config), request.device)
         if request.random_init:

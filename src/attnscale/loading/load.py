@@ -62,8 +62,8 @@ def require_device(device: str) -> None:
             raise RuntimeError
         torch.zeros(1, device=device)
     except RuntimeError:
-        known = ", ".join(name for name, is_available in available.items() if is_available)
-        raise SettingError(f"Expected a device that this machine has ({known}), got {device!r}.") from None
+        present = ", ".join(name for name, is_available in available.items() if is_available)
+        raise SettingError(f"Expected a device that this machine has ({present}), got {device!r}.") from None
 
 
 def is_factory(spec: str) -> bool:

@@ -30,8 +30,8 @@ def apply_scale(scale: Scale, query: Tensor, key: Tensor, visible: Callable[[], 
             raise SettingError(f"Expected a finite scale, got {scale}; the default, None, is 1/√d_k.")
         return query, key, float(scale)
     rule = get_rule(scale)
-    known = about_rule(rule)
-    return rule(query, key, visible() if known is None or known.needs_visible else None)
+    about = about_rule(rule)
+    return rule(query, key, visible() if about is None or about.needs_visible else None)
 
 
 def apply_scale_to_sequences(
@@ -52,11 +52,11 @@ def apply_scale_to_sequences(
     if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
         return apply_scale(scale, query, key, visible)
     rule = get_rule(scale)
-    known = about_rule(rule)
-    if known is not None and known.over_sequences is None:
+    about = about_rule(rule)
+    if about is not None and about.over_sequences is None:
         return apply_scale(rule, query, key, visible)
-    if known is not None and known.over_sequences is not None:
-        return multiply(query, known.over_sequences(query, key, *starts)[:, None, None]), key, 1.0
+    if about is not None and about.over_sequences is not None:
+        return multiply(query, about.over_sequences(query, key, *starts)[:, None, None]), key, 1.0
     q_lens, kv_lens = lengths()
     pairs = list(zip(query.split(q_lens, dim=-2), key.split(kv_lens, dim=-2), strict=True))
     return _one_by_one(rule, pairs, visible().split(q_lens)) if pairs else (query, key, 1.0)
@@ -66,8 +66,8 @@ def can_be_traced(scale: Scale) -> bool:
     """Return True if a compiled graph can apply the scale to packed sequences, without their lengths in Python."""
     if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
         return True
-    known = about_rule(get_rule(scale))
-    return known is not None and known.over_sequences is None
+    about = about_rule(get_rule(scale))
+    return about is not None and about.over_sequences is None
 
 
 def _one_by_one(rule: Rule, pairs: list[tuple[Tensor, Tensor]], visible: tuple[Tensor, ...]) -> Scaled:

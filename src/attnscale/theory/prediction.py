@@ -87,10 +87,10 @@ def predict(
             f"Expected scores of a finite spread above zero, and weights by {init} on inputs of variance "
             f"{input_variance:g} give none; start nearer to one."
         )
-    seen = row_variance(head_dim, mean, projected, projected)  # the part that softmax sees
+    within_rows = row_variance(head_dim, mean, projected, projected)  # the part that softmax sees
 
     def candidate(name: str, scale: float) -> Candidate:
-        spread = scale * math.sqrt(seen)
+        spread = scale * math.sqrt(within_rows)
         return Candidate(
             name, scale, scale * math.sqrt(pooled), expected_softmax(spread, length), regime(spread, length)
         )
