@@ -50,7 +50,7 @@ def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
     >>> attention = nn.Module()
     >>> attention.scale = 8.0
     >>> found = declared(nn.ModuleDict({"attn": attention}), "attn", head_dim=64)
-    >>> found.scale, said.scale_source
+    >>> found.scale, found.scale_source
     (0.125, 'attn.scale')
     """
     parents = parents_of(model, path)
