@@ -221,23 +221,6 @@ def test_a_log_forecasts_what_the_monitor_would_warn_of_unless_a_soft_cap_stops_
         assert all("; if this goes on, it will pass 1,000 about step" in message for message in told)
 
 
-def test_layers_raise_together_the_alarms_that_each_raises_alone():
-    runs = {
-        "grows": dict(growing(range(0, 290, 10), rate=0.018)),
-        "grows faster": dict(growing(range(0, 290, 10), rate=0.025)),
-        "seen later": dict(growing(range(50, 290, 10), rate=0.019)),
-        "is no number at first": {0: math.nan} | dict(growing(range(10, 290, 10), rate=0.018)),
-        "stays": dict.fromkeys(range(0, 290, 10), 7.0),
-    }
-    together, alone, expected = History(Thresholds()), {name: History(Thresholds()) for name in runs}, 0
-    for step in range(0, 290, 10):
-        seen = {name: layer(run[step]) for name, run in runs.items() if step in run}
-        apart = [alarm for name in seen for alarm in alone[name].add(step, {name: seen[name]})]
-        assert together.add(step, seen) == apart
-        expected += len(apart)
-    assert expected > len(runs)
-
-
 def alarms_of(losses, largest=5.0):
     history, found = History(Thresholds()), []
     for step, loss in enumerate(losses):

@@ -157,6 +157,7 @@ def test_how_many_heads_were_clipped_is_in_the_trainers_log(tmp_path):
 
 def test_callbacks_are_reached_by_their_names():
     assert attnscale.train.ScoreCallback is ScoreCallback
+    assert attnscale.train.QKClipCallback is QKClipCallback
 
 
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning", "ignore:.*does not have many workers")

@@ -283,15 +283,19 @@ def test_a_model_without_attention_is_told():
         monitor.step()
 
 
-def test_a_sink_that_fails_does_not_stop_training_nor_the_other_sinks():
-    def broken(record):
+def test_a_sink_or_alarm_handler_that_fails_does_not_stop_training_nor_the_other_sinks():
+    def broken(given):
         raise ConnectionError("gone")
 
     model, records = small_model(), []
-    monitor = Monitor(model, every=1, sinks=[broken, records.append])
-    with pytest.warns(SinkWarning, match="ConnectionError: gone"):
+    with torch.no_grad():
+        model.blocks[0].attention.query.weight.mul_(1000)
+    monitor = Monitor(model, every=1, sinks=[broken, records.append], on_alarm=broken)
+    with pytest.warns(SinkWarning, match="ConnectionError: gone") as told:
         train(model, monitor, 2)
+    assert sorted(str(each.message).split(" failed")[0] for each in told) == ["A sink", "on_alarm"]
     assert len(records) == 2
+    assert records[0].alarms
     monitor.close()
 
 
