@@ -140,7 +140,7 @@ def test_every_commands_help_has_an_example_and_no_ragged_line():
             "Expected d_model, heads, head_dim and length of at most 1e+18, got more.",
         ),
         (["predict", "--heads", "many"], "Invalid value for '--heads': "),
-        (["predict", "--input-variance=x"], "run 'attnscale predict --help' to see what it takes."),
+        (["predict", "--input-variance=x"], "run 'attnscale predict --help' for its arguments."),
         (["predict", "--heads"], "Option '--heads' requires an argument"),
         (["watch-log"], "Missing argument"),
         (["check", "--length", "100000000"], "Expected --length from 2 to 1,048,576, got 100000000."),
