@@ -87,7 +87,7 @@ def test_bench_prints_ratios_and_their_meaning_and_writes_them_with_the_machine(
     result = run("bench", "--device", "cpu", "--quick", "--out", str(path))
     assert result.returncode == 0, result.stderr
     assert "plain SDPA, flash" in result.stdout
-    assert "× plain: time over that of the fastest plain SDPA" in result.stdout
+    assert "× plain: time relative to the fastest plain SDPA" in result.stdout
     assert "timed as" not in result.stdout  # all calls from Python
     recorded = json.loads(path.read_text(encoding="utf-8"))
     assert recorded["machine"]["torch"]
