@@ -282,8 +282,8 @@ def measured_lengths(
 ) -> tuple[Tensor, Tensor]:
     """Return root mean square lengths of each head's queries and keys in a kernel call.
 
-    They cover every position that is not in `left_out`, or an evenly spaced sample of these. Results stay on the device,
-    because reading one would synchronise.
+    They cover every position that is not in `left_out`, or an evenly spaced sample of these. Results stay on the
+    device, because reading one would synchronise.
     """
     query, padding = _measured(query, left_out[0], every)
     key, hidden = _measured(key, left_out[1], every)
