@@ -60,9 +60,7 @@ _dispatch_mode = Internal("torch.utils._python_dispatch", "TorchDispatchMode", "
 _without_modes = Internal(
     "torch.utils._python_dispatch", "_disable_current_modes", "creating a CausalBias in a watched model raises"
 )
-_modes_in_place = Internal(
-    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "active dispatch modes are not counted"
-)
+_modes_in_place = Internal("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "modes are not counted")
 _fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shape-only tensors are traced like real ones")
 _operator = Internal("torch._ops", "OpOverload", "operations cannot be identified: nothing is measured")
 _has_kernel = Internal("torch._C", "_dispatch_has_kernel_for_dispatch_key", "composite operations are not decomposed")
@@ -75,10 +73,8 @@ _module_call = Internal(
     "torch.nn", "Module._call_impl", "one torch layer that is called on two lines is counted as two"
 )
 _sdpa_choice = Internal("torch", "_fused_sdp_choice", "attention_with_stats has a slower backward and no log-sum-exp")
-_dispatch_modes = Internal(
-    "torch._C", "_len_torch_dispatch_stack", "kernels are launched by the dispatcher, which is slower"
-)
-_function_modes = Internal("torch._C", "_is_torch_function_mode_enabled", "kernels are launched by the dispatcher")
+_dispatch_modes = Internal("torch._C", "_len_torch_dispatch_stack", "kernels launch through the dispatcher: slower")
+_function_modes = Internal("torch._C", "_is_torch_function_mode_enabled", "kernels launch through the dispatcher")
 _copy_each = Internal("torch", "_foreach_copy_", "QK-Clip resets its buffers one by one, which is slower")
 _multiply_each = Internal("torch", "_foreach_mul_", "QK-Clip multiplies parameters one by one, which is slower")
 _raw_stream = Internal("torch._C", "_cuda_getCurrentRawStream", "kernel launches are slower", only_with_cuda=True)
@@ -97,14 +93,10 @@ _cpu_forward, _cpu_backward = (
     Internal("torch", f"ops.aten._scaled_dot_product_flash_attention_for_cpu{part}.default", f"{SLOWER} (on a CPU)")
     for part in ("", "_backward")
 )
-_sequences_backward = Internal(
-    "torch", "ops.aten._flash_attention_backward.default", "ragged batches run one sequence at a time"
-)
+_sequences_backward = Internal("torch", "ops.aten._flash_attention_backward.default", "ragged batches run one by one")
 _compiled_call = Internal("torch._dynamo", "eval_frame", "compiled models are measured uncompiled")
 _disabled = Internal("torch._compile", "_disable_dynamo", "torch.compile traces into QKClip.step()")
-_default_store = Internal(
-    "torch.distributed.distributed_c10d", "_get_default_store", "measurements of several ranks are not merged"
-)
+_default_store = Internal("torch.distributed.distributed_c10d", "_get_default_store", "results of ranks are not merged")
 _shard_offset = Internal(
     "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "sharded parameters are not rescaled"
 )

@@ -168,7 +168,7 @@ def _role(op: Operation, side: int) -> Role | None:
 
 
 def _is_weighed(op: Operation, side: int) -> bool:
-    """Return True if exponentials are combined with a row statistic other than their sum, such as √Σe: not a softmax."""
+    """Return True if exponentials are combined with a row statistic other than their sum, such as √Σe: no softmax."""
     exponentials, other = _role(op, side), _role(op, 1 - side)
     if not isinstance(exponentials, Exponentials) or other is None or other.product is not exponentials.of:
         return False
