@@ -187,8 +187,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's class is untyped
             where = " on this thread; it ran on another thread, which is not watched" * self.stack.ran_elsewhere
             return f"Expected the model to run inside watch(), but no module of it was called{where}."
         return (
-            f"Expected attention in the watched model, but saw none: {self._nothing}. Empty batches, empty "
-            "sequences and models on the meta device have none."
+            f"Expected attention in the watched model, but saw none: {self._nothing}. An empty batch or sequence, or a "
+            "model on the meta device, has none."
         )
 
     @property
