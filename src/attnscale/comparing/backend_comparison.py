@@ -84,9 +84,13 @@ class BackendComparison(Result):
         wrong = [name for name in others if any(row.backend == name for row in self.differing)]
         agreeing = [name for name in others if name not in wrong]
         where = len({row.layer for row in self.differing})
-        said = f"{_names(wrong)} {'differs' if len(wrong) == 1 else 'differ'} from {first} in {where} of {layers}"
-        said += f", first in {self.first.layer} ({self.first.words})"
-        return f"{said}; {_names(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'}." if agreeing else f"{said}."
+        sentence = f"{_names(wrong)} {'differs' if len(wrong) == 1 else 'differ'} from {first} in {where} of {layers}"
+        sentence += f", first in {self.first.layer} ({self.first.words})"
+        return (
+            f"{sentence}; {_names(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'}."
+            if agreeing
+            else f"{sentence}."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON, with None for NaN and infinite numbers."""

@@ -191,10 +191,10 @@ def _samples(name: str, saved: dict[str, Any]) -> dict[str, Numbers]:
 
 
 def _watch(model: nn.Module, call: Call, rows: int | None) -> Mapping[str, Layer]:
-    with warnings.catch_warnings(), torch.no_grad(), watched(model, Settings(rows, may_be_empty=True)) as seen:
+    with warnings.catch_warnings(), torch.no_grad(), watched(model, Settings(rows, may_be_empty=True)) as run:
         warnings.simplefilter("ignore")  # the audit already showed them
         model(*call[0], **call[1])
-    return seen.layers
+    return run.layers
 
 
 def _layer(runs: Sequence[Layer], weights: str, visible: str) -> LayerProfile:
