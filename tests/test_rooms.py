@@ -42,7 +42,7 @@ watching            19  3,700   2,900
 probes               8  1,540
 diagnose            13  2,440   2,200
 acting               8  1,700
-train               17  2,940   2,500
+train               17  2,955   2,500
 models               4    260
 loading             10  1,210   1,300 with checking
 checking             2    240
