@@ -89,17 +89,6 @@ def test_the_numbers_are_those_of_watching_the_same_forward():
             assert found[number] == pytest.approx(expected.tolist(), rel=1e-6), number
 
 
-def test_a_step_in_micro_batches_is_a_step_on_the_whole_batch():
-    whole, parts = (Monitor(small_model(), rows=None) for _ in range(2))
-    train(whole.model, whole, 1)
-    train(parts.model, parts, 1, micro_batches=2)
-    for name in LAYERS:
-        first, second = whole.last.layers[name], parts.last.layers[name]
-        assert first.rows == second.rows
-        for number in first.numbers:
-            assert second.numbers[number] == pytest.approx(first.numbers[number], rel=1e-4), number
-
-
 def test_training_is_bit_identical_with_and_without_a_monitor():
     plain, watched = small_model(), small_model()
     optimizer = torch.optim.SGD(plain.parameters(), 1e-2)
@@ -184,17 +173,6 @@ def test_as_a_context_it_is_one_step_and_an_exception_leaves_nothing():
         loss_of(model, batch() + 1000)
     assert hooks(model) == before
     assert len(records) == 2
-
-
-def test_evaluation_between_steps_is_not_part_of_the_next():
-    model = small_model()
-    monitor = Monitor(model, rows=None)
-    with torch.no_grad():
-        model.eval()
-        model(batch(7))
-        model.train()
-    train(model, monitor, 1)
-    assert monitor.last.layers[LAYERS[0]].rows == 4 * 3 * 13
 
 
 def test_state_survives_a_checkpoint_by_way_of_json():
@@ -313,9 +291,6 @@ def test_a_sink_or_alarm_handler_that_fails_does_not_stop_training_nor_the_other
 def test_bad_settings_are_one_sentence(settings, sentence):
     with pytest.raises(SettingError, match=sentence):
         Monitor(small_model(), **settings)
-
-
-def test_only_a_module_can_be_monitored():
     with pytest.raises(InputError, match=r"Expected a torch\.nn\.Module"):
         Monitor("model")
 
@@ -336,8 +311,8 @@ def test_growth_that_a_soft_cap_or_a_qk_norm_stops_is_not_warned_of(options, war
     assert monitor.last.layers[LAYERS[0]].softcap == options.get("softcap")
 
 
-def test_norms_and_alignment_of_unlike_micro_batches_are_those_of_all_rows():
-    """9 samples and 1 of longer vectors: 7.2 it was, for 3.75."""
+def test_a_step_in_unlike_micro_batches_is_a_step_on_the_whole_batch():
+    """9 samples and 1 of longer vectors: the mean norm was 7.2, for 3.75."""
     whole, parts = (Monitor(small_model(), rows=None) for _ in range(2))
     tokens = batch(10, 3)
     tokens[9] = tokens[9, 0]  # one token over and over: other norms than the rest
@@ -346,12 +321,15 @@ def test_norms_and_alignment_of_unlike_micro_batches_are_those_of_all_rows():
             monitor.model.embedding.weight[tokens[9, 0]] *= 50
             for block in monitor.model.blocks:
                 block.attention.query.weight.mul_(3)
+        parts.model.eval()(batch(7))  # evaluation is no part of the step
+        parts.model.train()
     for monitor, sizes in ((whole, [10]), (parts, [9, 1])):
         for some in tokens.split(sizes):
             (loss_of(monitor.model, some) * len(some) / 10).backward()
         monitor.step()
         monitor.close()
     for name in LAYERS:
-        for number in ("scale_applied", "query_norm", "key_norm", "alignment", "spread"):
-            first, second = (monitor.last.layers[name].numbers[number] for monitor in (whole, parts))
-            assert second == pytest.approx(first, rel=1e-4), number
+        first, second = (monitor.last.layers[name] for monitor in (whole, parts))
+        assert first.rows == second.rows
+        for number in first.numbers:
+            assert second.numbers[number] == pytest.approx(first.numbers[number], rel=1e-4, abs=1e-9), number

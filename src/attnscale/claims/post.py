@@ -33,12 +33,12 @@ from attnscale.theory.limits import SATURATED_TOP1
 
 SOURCE = Source("post", "Stabilizing Attention Scores in Transformers", "blog post")
 
-WIDE_DIM = 1024  # much larger than any head, so that small scores are as small as they can be
-FOCUS_LOST = 10  # a weight this many times smaller means that focus is lost
-NEARLY_UNIFORM = 0.99  # of ln n
-MANY = 5  # models
-GROWS = 3.0  # times from the last layer to the first: the gradient explodes
-VANISHES = 0.1  # times: the gradient vanishes
+WIDE_DIM = 1024  # larger than any published head, so scores divided by d_k are very small
+FOCUS_LOST = 10  # focus is lost if the weight is smaller by this factor
+NEARLY_UNIFORM = 0.99  # entropy / ln n of nearly uniform weights
+MANY = 5  # number of models that counts as many
+GROWS = 3.0  # a gradient that grows by this factor from the last layer to the first explodes
+VANISHES = 0.1  # a gradient that falls by this factor vanishes
 
 
 SOURCE.section("1. Variance of Dot Product")
@@ -147,7 +147,7 @@ def _small_scores() -> Evidence:
 
 
 def _weight_of_match(divisor: float) -> Band:
-    """Return the weight of a key that equals its query, whose score is |q|², about d_k, among drawn keys."""
+    """Return the weight of a key that equals the query, with the score |q|² ≈ d_k, among random keys."""
     scores = compute.drawn_scores(DIM).copy()
     scores[:, 0] = DIM
     return band(softmax(scores / divisor)[:, 0])
@@ -165,14 +165,14 @@ def _cannot_focus() -> Evidence:
 
 @dataclass(frozen=True)
 class PrecisionLoss:
-    """Relative error of outputs about their mean, and share of the query gradients that became zero."""
+    """Relative error of the outputs after subtracting their mean, and share of query gradients that became zero."""
 
     output: float
     gradients: float
 
 
 KINDS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-TOKENS = 16 * 1024  # in a mean loss, so each output receives that share of the gradient
+TOKENS = 16 * 1024  # tokens in a mean loss; each output gets 1/TOKENS of the gradient
 
 
 @cache

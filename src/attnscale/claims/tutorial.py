@@ -1,4 +1,4 @@
-"""Claims of the tutorial on the mathematics behind √d_k: its statements, then the numbers that it computes."""
+"""Claims of the tutorial on the mathematics behind √d_k: its statements, then its numbers."""
 
 import math
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from attnscale.theory.limits import SATURATED_TOP1
 
 SOURCE = Source("tutorial", "Math behind √dₖ Scaling Factor in Attention", "tutorial")
 
-STARS = 1e11  # in the Milky Way, at least: a larger ratio is astronomical
-LITTLE = 0.1  # a share this small hardly matters
+STARS = 1e11  # stars in the Milky Way; a larger ratio is astronomical
+LITTLE = 0.1  # a smaller share hardly matters
 FAR_LARGER = 5
 FEW_KEYS = 8
-NEAR = 0.1  # for an average of many draws that is 0 or 1
+NEAR = 0.1  # tolerance for averages of random draws with an exact value of 0 or 1
 PROOF_DIM = 3  # the proof expands (q·k)² for this d_k, then for DIM
 
 TRIPLE, HALVED = np.array([2.0, 4.0, 6.0]), np.array([1.0, 2.0, 3.0])
@@ -247,7 +247,7 @@ def _struggles() -> Evidence:
     return Evidence(holds, f"small models end at a loss of {shown}")
 
 
-# The numbers that it computes on the way
+# Numbers in the tutorial's calculations
 
 
 def _squares(values: Array) -> Array:

@@ -79,14 +79,18 @@ class BackendComparison(Result):
         layers = counted(len({row.layer for row in self.rows}), "layer")
         if self.first is None:
             changes = [row.output_change for row in self.rows if math.isfinite(row.output_change)]
-            most = f"; outputs differ by at most {max(changes):.1g} of their length" if changes else ""
+            most = f"; outputs differ by at most {max(changes):.1g} of their norm" if changes else ""
             return f"{_names(others)} {'agrees' if len(others) == 1 else 'agree'} with {first} in {layers}{most}."
         wrong = [name for name in others if any(row.backend == name for row in self.differing)]
         agreeing = [name for name in others if name not in wrong]
         where = len({row.layer for row in self.differing})
-        said = f"{_names(wrong)} {'differs' if len(wrong) == 1 else 'differ'} from {first} in {where} of {layers}"
-        said += f", first in {self.first.layer} ({self.first.words})"
-        return f"{said}; {_names(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'}." if agreeing else f"{said}."
+        sentence = f"{_names(wrong)} {'differs' if len(wrong) == 1 else 'differ'} from {first} in {where} of {layers}"
+        sentence += f", first in {self.first.layer} ({self.first.words})"
+        return (
+            f"{sentence}; {_names(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'}."
+            if agreeing
+            else f"{sentence}."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON, with None for NaN and infinite numbers."""

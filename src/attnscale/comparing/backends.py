@@ -107,8 +107,10 @@ def _inputs_of(batch: Any) -> Inputs:
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode; on exit, restore the modes and the attention implementation of every configuration."""
     modes = {module: module.training for module in model.modules()}
-    held = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
-    before = [(config, getattr(config, "_attn_implementation", None)) for config in held.values()]
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    before = [(config, getattr(config, "_attn_implementation", None)) for config in configs.values()]
     model.eval()
     try:
         yield
@@ -220,15 +222,17 @@ def _change(one: Tensor | None, other: Tensor | None, first: Layer, second: Laye
 
 def _scale_difference(one: Layer, other: Layer, name: str) -> Iterator[BackendDifference]:
     here, there = other.scales.double().cpu(), one.scales.double().cpu()
-    known = here.isfinite() & there.isfinite() if here.shape == there.shape else torch.zeros(1, dtype=torch.bool)
-    if not known.any() or torch.allclose(here[known], there[known], rtol=SAME_SCALE, atol=0):
+    finite = here.isfinite() & there.isfinite() if here.shape == there.shape else torch.zeros(1, dtype=torch.bool)
+    if not finite.any() or torch.allclose(here[finite], there[finite], rtol=SAME_SCALE, atol=0):
         return
     message = f"it multiplies q·k by {readable(other.scale_applied, 4)}, {name} by {readable(one.scale_applied, 4)}"
-    said = one.declared
-    if said.scale is not None and said.scale_authority is Authority.CONFIGURED:
-        right, wrong = (math.isclose(layer.scale_applied, said.scale, rel_tol=SAME_SCALE) for layer in (one, other))
+    declaration = one.declared
+    if declaration.scale is not None and declaration.scale_authority is Authority.CONFIGURED:
+        right, wrong = (
+            math.isclose(layer.scale_applied, declaration.scale, rel_tol=SAME_SCALE) for layer in (one, other)
+        )
         if right != wrong:
-            message += f", and {said.scale_source} asks for {readable(said.scale, 4)}: "
+            message += f", and {declaration.scale_source} asks for {readable(declaration.scale, 4)}: "
             message += "it ignores the scale" if right else f"{name} ignores the scale"
     yield BackendDifference("scale", message)
 

@@ -123,18 +123,18 @@ class Comparison(Result):
         if not self.is_compared:
             return "Nothing to compare: the two have no layer in common."
         if not self._moved:
-            said = f"No head of {len(self.heads)} changed by more than its error"
+            verdict = f"No head of {len(self.heads)} changed by more than its error"
         elif not self.changed:
-            said = f"No head's own weights changed; the inputs of {counted(len(self.carried), 'head')} did"
+            verdict = f"No head's own weights changed; the inputs of {counted(len(self.carried), 'head')} did"
         else:
             most = self.changed[0]
             error = "its error" if len(self.changed) == 1 else "their error, most of all"
-            said = f"{len(self.changed)} of {counted(len(self.heads), 'head')} changed by more than {error}: "
-            said += f"{most.place}, {most.text.split('; ')[0]}"
-            said += f"; the inputs of {counted(len(self.carried), 'head')} changed too" if self.carried else ""
+            verdict = f"{len(self.changed)} of {counted(len(self.heads), 'head')} changed by more than {error}: "
+            verdict += f"{most.place}, {most.text.split('; ')[0]}"
+            verdict += f"; the inputs of {counted(len(self.carried), 'head')} changed too" if self.carried else ""
         new = f" {counted(len(self.new), 'new finding')}." if self.new else ""
         gone = f" {counted(len(self.gone), 'finding')} gone." if self.gone else ""
-        return f"{said}.{new}{gone}"
+        return f"{verdict}.{new}{gone}"
 
     @cached_property
     def _moved(self) -> list[HeadChange]:

@@ -160,13 +160,13 @@ def diverged_from(losses: Sequence[float]) -> float | None:
     """
     if not losses or not math.isfinite(losses[-1]):
         return min((loss for loss in losses if math.isfinite(loss)), default=math.nan) if losses else None
-    known = [loss for loss in losses if math.isfinite(loss)]
-    before, latest = known[:-LOSS_SAMPLES], known[-LOSS_SAMPLES:]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    before, latest = finite[:-LOSS_SAMPLES], finite[-LOSS_SAMPLES:]
     if len(before) < LOSS_SAMPLES:
         return None
     level = min(median(before[at : at + LOSS_SAMPLES]) for at in range(len(before) - LOSS_SAMPLES + 1))
     noise = MAD_TO_STD * median(abs(after - one) for one, after in pairwise(before)) / math.sqrt(2)
-    margin = max(LOSS_NOISE * noise, LOSS_GAIN * (known[0] - level), LOSS_LEVEL * abs(level))
+    margin = max(LOSS_NOISE * noise, LOSS_GAIN * (finite[0] - level), LOSS_LEVEL * abs(level))
     return level if min(latest) > level + margin else None
 
 
@@ -201,11 +201,11 @@ def _reasons(snapshot: LayerSnapshot, limits: Thresholds, standing: Mapping[str,
     error = snapshot.scale_error
     reached = threshold_reached(snapshot.max * (1.0 if error is None else min(1.0, error.correction)))
     if reached is not None and _is_news(reached, snapshot):
-        limit, severity, known = reached
+        limit, severity, published = reached
         name = f"reached {limit:g}"
         since = standing.get(name, snapshot.step)
         passed = f"passed {limit:,.0f} at step {since:,} and " if since < snapshot.step else ""
-        sentence = f"The largest score {passed}is {snapshot.largest_score}; {known}."
+        sentence = f"The largest score {passed}is {snapshot.largest_score}; {published}."
         yield Reason(name, "exploding", severity, sentence, snapshot.max, limit)
     if limits.forecast and error is None:
         yield from _forecast(snapshot, "It" if reached else f"The largest score, {snapshot.largest_score},")
@@ -219,11 +219,11 @@ def _forecast(snapshot: LayerSnapshot, subject: str) -> Iterator[Reason]:
     growth, crossing = snapshot.trend.growth, snapshot.trend.passes(next_threshold(max(snapshot.max, HARMFUL / 2)))
     if growth is None or crossing is None:
         return
-    limit, _, known = next(entry for entry in EXPLODING if entry[0] == crossing.threshold)
+    limit, _, published = next(entry for entry in EXPLODING if entry[0] == crossing.threshold)
     factor = f"{growth.factor:{'.3g' if growth.factor < 1000 else ',.0f'}}"
     sentence = (
         f"{subject} grew × {factor} in the last {growth.observed:,.0f} steps; if this goes on, it will pass "
-        f"{limit:,.0f} {crossing}: {known}."
+        f"{limit:,.0f} {crossing}: {published}."
     )
     yield Reason(f"ahead {limit:g}", "exploding", "warning", sentence, snapshot.max, limit)
 

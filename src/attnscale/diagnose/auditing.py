@@ -61,10 +61,10 @@ class Audit(PlottedResult):
         Soft-cap, bias, masks and values are those of the layer; the row `current` has the measured numbers. The change
         of the output is NaN if the values could not be read.
         """
-        seen = self._layer(layer)
-        if not seen.kept or len(seen.kept) < seen.calls:
+        target = self._layer(layer)
+        if not target.kept or len(target.kept) < target.calls:
             raise SettingError(f"The queries and keys of {layer!r} were not kept; watch with keep=True to try others.")
-        return what_if_calls(seen.kept, candidates, rows, seen.stats)
+        return what_if_calls(target.kept, candidates, rows, target.stats)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as plain values for JSON."""
@@ -186,12 +186,12 @@ def audited(
     else:
         findings = [*findings, *mode_findings(layers, others, model.training)]
         findings += evaluation_findings(others) if model.training else ()
-        known = {(finding.layer, finding.code) for finding in found.findings}
+        reported = {(finding.layer, finding.code) for finding in found.findings}
         unreadable = {finding.layer for finding in found.findings if finding.code == "non_finite"}
         findings += (
             replace(each, message=f"In {mode} mode: {each.message}")
             for each in diagnose(others, trained=found.trained).findings
-            if (each.layer, each.code) not in known and each.layer not in unreadable and each.code not in SYMPTOMS
+            if (each.layer, each.code) not in reported and each.layer not in unreadable and each.code not in SYMPTOMS
         )
     passes = 1 + (others is not None)
     return replace(found, findings=in_order(findings, layers), unchecked=not_checked, forward_passes=passes)

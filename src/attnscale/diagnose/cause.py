@@ -49,8 +49,8 @@ class Change:
     def grown_factor(self, least: float = 0.0) -> str:
         """Return `multiplier`, `norms` or `alignment`, which grew most; empty if none grew by more than `least`."""
         grown = {"multiplier": self.multiplier, "norms": self.query_norm + self.key_norm, "alignment": self.alignment}
-        known = {name: each for name, each in grown.items() if each > least}  # without NaN
-        return max(known, key=lambda name: known[name], default="")
+        candidates = {name: each for name, each in grown.items() if each > least}  # without NaN
+        return max(candidates, key=lambda name: candidates[name], default="")
 
     def __str__(self) -> str:
         return (
@@ -87,7 +87,7 @@ def dominant(ratios: dict[str, float]) -> str:
 
 
 def _at(values: Tensor, head: int | None) -> float:
-    """Return the value of one head, or the geometric mean over heads, whose logarithms add up for products."""
+    """Return the value of one head or the geometric mean over heads, so that logarithms of factors add up."""
     return math.exp(_log(values, head))
 
 

@@ -121,9 +121,9 @@ def norm_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     placed, message = layer.wiring.misplaced_norms, ""
     advice = "Normalise the query and the key of each head before their product"
     if scales and not layer.reading.unread:
-        told = f"{' and '.join(scales)} {'is' if len(scales) == 1 else 'are'} built and never multiplied."
+        problem = f"{' and '.join(scales)} {'is' if len(scales) == 1 else 'are'} built and never multiplied."
         remedy = "Multiply the scores by it, or remove it."
-        yield layer_finding(layer, "config_mismatch", told, remedy, (layer.scale_applied, None))
+        yield layer_finding(layer, "config_mismatch", problem, remedy, (layer.scale_applied, None))
     if unused:
         message = f"{' and '.join(unused)} {'was' if len(unused) == 1 else 'were'} built and never used."
         advice += ", and multiply by the gains."

@@ -134,12 +134,14 @@ def _exploding(layer: Layer, trained: bool) -> Iterator[Finding]:
     by_itself = threshold_reached(largest)
     if by_itself is None:
         return
-    _, severity, known = reached or (0.0, "note", SHIFTED)
+    _, severity, published = reached or (0.0, "note", SHIFTED)
     advice = WIDEN_THEM if reached is None else CLIP_THEM if trained else BOUND_THEM
     of_row = "" if reached == by_itself else f", and {readable(above_mean, 4)} above the mean of its row"
     bound = readable(float(stats.max_bound.max()), 4)
     bracket = "" if stats.exact else f" among the rows measured (at most {bound} in all)"
-    message = f"{cause(layer, head).sentence} The largest score is {readable(largest, 4)}{bracket}{of_row}; {known}."
+    message = (
+        f"{cause(layer, head).sentence} The largest score is {readable(largest, 4)}{bracket}{of_row}; {published}."
+    )
     yield Finding(layer.name, head, "exploding", severity, message, largest, EXPLODING[-1][0], advice)
 
 

@@ -26,9 +26,11 @@ def is_trained(model: nn.Module) -> bool:
     """
     norms = list(_norm_parameters(model))
     linears = [(each, each.bias) for each in model.modules() if isinstance(each, nn.Linear) and each.bias is not None]
-    known = [(name, values) for name, tensor in norms if (values := _local(tensor)) is not None and values.dim() <= 1]
-    if known:
-        return any(not _is_one_value(name, values) for name, values in known)
+    parameters = [
+        (name, values) for name, tensor in norms if (values := _local(tensor)) is not None and values.dim() <= 1
+    ]
+    if parameters:
+        return any(not _is_one_value(name, values) for name, values in parameters)
     biases = [(linear, values) for linear, bias in linears if (values := _local(bias)) is not None]
     if biases:
         return any(not _is_as_drawn(bias.double() * linear.in_features**0.5) for linear, bias in biases)

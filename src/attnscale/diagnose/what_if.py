@@ -121,8 +121,8 @@ def what_if(
     if enable_gqa:
         key, value = _for_each_query_head(key, heads), None if value is None else _for_each_query_head(value, heads)
     check_inputs(query, key, value, attn_mask, is_causal, False, softcap)
-    seen, current = Visibility.of(attn_mask, is_causal), Candidate(scale, softcap)
-    return _tried((_Trial(query, key, key if value is None else value, seen, current, rows),), candidates)
+    visibility, current = Visibility.of(attn_mask, is_causal), Candidate(scale, softcap)
+    return _tried((_Trial(query, key, key if value is None else value, visibility, current, rows),), candidates)
 
 
 @torch.no_grad()
@@ -155,11 +155,11 @@ def _tried(
 ) -> WhatIf:
     """Measure every candidate on all trials; `measured` are the statistics of the current setting, or None."""
     before = merged_when_read([trial.stats(trial.current) for trial in trials])
-    given = [trial.candidates(candidates, before) for trial in trials]
+    choices = [trial.candidates(candidates, before) for trial in trials]
     outputs = [trial.output(trial.current) for trial in trials]
     now = [trial.current for trial in trials]
     current = _outcome(CURRENT, trials, now, outputs, before if measured is None else measured)
-    others = (_outcome(name, trials, [each[name] for each in given], outputs) for name in given[0])
+    others = (_outcome(name, trials, [each[name] for each in choices], outputs) for name in choices[0])
     return WhatIf((current, *others))
 
 
@@ -203,14 +203,16 @@ class _Trial:
     current: Candidate
     rows: int | None
 
-    def candidates(self, given: Mapping[str, Candidate | Scale] | None, before: ScoreStats) -> Mapping[str, Candidate]:
+    def candidates(
+        self, requested: Mapping[str, Candidate | Scale] | None, before: ScoreStats
+    ) -> Mapping[str, Candidate]:
         """Return the caller's candidates; by default every rule (learned rules untrained), two soft-caps and a clip.
 
         Rules with a required parameter get one: `constant` 1/d_k, `temperature` √d_k / 2, `yarn` a factor of 4.
         The soft-caps and the clip keep the current scale, the rules the current soft-cap.
         """
-        if given is not None:
-            return {name: self._candidate(each) for name, each in given.items()}
+        if requested is not None:
+            return {name: self._candidate(each) for name, each in requested.items()}
         head_dim, current = self.query.shape[-1], self.current
         numbers = {"constant": 1 / head_dim, "temperature": math.sqrt(head_dim) / 2, "yarn": 4.0}
         names = [f"{name}:{numbers[name]:.4g}" if name in numbers else name for name in RULES]
@@ -219,13 +221,13 @@ class _Trial:
         clipped = _Clipped(current.scale, before.max, self.visible)
         return found | {f"clip:{CLIP:g}": Candidate(clipped, current.softcap)}
 
-    def _candidate(self, given: Candidate | Scale) -> Candidate:
-        if isinstance(given, Candidate):
-            return given
-        if isinstance(given, str | type):
+    def _candidate(self, candidate: Candidate | Scale) -> Candidate:
+        if isinstance(candidate, Candidate):
+            return candidate
+        if isinstance(candidate, str | type):
             heads = self.query.shape[-3] if self.query.dim() > 2 else 1
-            given = get_rule(given, head_dim=self.query.shape[-1], heads=heads)
-        return Candidate(given, self.current.softcap)
+            candidate = get_rule(candidate, head_dim=self.query.shape[-1], heads=heads)
+        return Candidate(candidate, self.current.softcap)
 
     def visible(self) -> Tensor | None:
         return self.visibility.counts(self.query.shape[-2], self.key.shape[-2], self.query.device)
