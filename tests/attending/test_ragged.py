@@ -307,9 +307,7 @@ def test_what_does_not_fit_gets_a_sentence():
         "whole numbers": lambda: attention_varlen(*ragged.tensors, torch.tensor([0.0, 8.0])),
         "packed tokens": lambda: attention_varlen(q, k, v, torch.tensor([0, 8])),
         "document_ids for each of the 8 tokens": lambda: attention_varlen(*ragged.tensors, document_ids=torch.zeros(7)),
-        "window_size as .left, right. numbers of keys": lambda: attention_varlen(
-            *ragged.tensors, ragged.starts[0], window_size=(-2, 0)
-        ),
+        "numbers of keys, −1 for all": lambda: attention_varlen(*ragged.tensors, ragged.starts[0], window_size=(-2, 0)),
         "equally many key and query sequences": lambda: attention_varlen(
             *ragged.tensors, torch.tensor([0, 8]), torch.tensor([0, 3, 8])
         ),
