@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from attnscale.lab.demo import TASK, Demo
+from attnscale.lab.demo import HEAD_DIM, STEPS, TASK
 from attnscale.theory import critical_spread
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +65,7 @@ def record_for_page(*, demo: bool) -> None:
 
 def condensed(twins: dict[str, Any]) -> dict[str, Any]:
     """Return losses and spreads of the demo's runs, with four digits."""
-    runs, demo = {}, Demo()
+    runs = {}
     for run in twins["runs"]:
         spreads = []
         for each in run["records"]:
@@ -73,7 +73,7 @@ def condensed(twins: dict[str, Any]) -> dict[str, Any]:
             spreads.append([each["step"], _short(sum(heads) / len(heads))])
         runs[SLOTS[run["name"]]] = {"loss": [[step, _short(loss)] for step, loss in run["losses"]], "spread": spreads}
     return {
-        "head_dim": demo.head_dim, "steps": demo.steps, "runs": runs,
+        "head_dim": HEAD_DIM, "steps": STEPS, "runs": runs,
         "guessing": _short(twins["settings"]["loss of guessing a value of the sequence"]),
         "critical": _short(critical_spread(2 * TASK.pairs * TASK.rounds - 1)),
     }  # fmt: skip

@@ -1,34 +1,34 @@
 """Errors and warnings.
 
-    AttnscaleError                  base of every error raised on purpose; a ValueError
-    ├── InputError                  tensors that do not fit together; a RuntimeError too, as SDPA raises there
+    AttnscaleError                  base of all errors; a ValueError
+    ├── InputError                  tensors that do not fit together; also a RuntimeError, as raised by SDPA
     │   ├── ShapeError
-    │   ├── DtypeError              a TypeError too
+    │   ├── DtypeError              also a TypeError
     │   └── DeviceError
-    ├── ModelError                  a model that cannot be loaded, or not run on its input
-    └── SettingError                a scale, a soft-cap or a parameter outside what its formula is defined for; a
-        │                           RuntimeError too, as SDPA raises for its dropout
+    ├── ModelError                  a model that cannot be loaded, or cannot run on its input
+    └── SettingError                a scale, a soft-cap or another setting with an invalid value; also a
+        │                           RuntimeError, as raised by SDPA for its dropout
         └── UnknownRuleError
 
-Warnings, which stop nothing:
+Warnings, which do not stop the program:
 
-    AttnscaleWarning                base of every warning given on purpose; a UserWarning
-    ├── NotFollowedWarning          operations or modules that could not be followed, and are left out
-    ├── NotInsideWarning            attention without a probe, which is traced at every sampled step and costs more
-    ├── NotRecordedWarning          a training step, or a part of one, that is not in its record
-    ├── LostRankWarning             a rank that did not answer, whose rows are missing
+    AttnscaleWarning                base of all warnings; a UserWarning
+    ├── NotFollowedWarning          operations or modules that could not be traced, and are skipped
+    ├── NotInsideWarning            attention without a probe; sampled steps trace it, which is slower
+    ├── NotRecordedWarning          a training step, or a part of one, that was not recorded
+    ├── LostRankWarning             a rank that did not answer; records lack its rows
     ├── SinkWarning                 a sink that failed, or a log that could not be written
-    └── DamagedFileWarning          a stored result that could not be read, and is computed again
+    └── DamagedFileWarning          a stored result that could not be read; it is computed again
 
-Every message says what was expected, what was found, and what to do. Code tells errors and warnings apart by their
-classes, never by their messages.
+Every message states the expected value, the actual value and the remedy. Code must distinguish errors and warnings by
+class, never by message.
 """
 
 from attnscale.plain import printable_lines
 
 
 class AttnscaleError(ValueError):
-    """Base of every error raised on purpose. Control characters in its message are escaped."""
+    """Base of all errors of attnscale. Control characters in the message are escaped."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
@@ -51,38 +51,38 @@ class DeviceError(InputError):
 
 
 class ModelError(AttnscaleError):
-    """A model that cannot be loaded, or not run on its input."""
+    """A model that cannot be loaded, or cannot run on its input."""
 
 
 class SettingError(AttnscaleError, RuntimeError):
-    """A scale, a soft-cap or a parameter outside what its formula is defined for."""
+    """A scale, a soft-cap or another setting with an invalid value."""
 
 
 class UnknownRuleError(SettingError):
-    """A name that is not in the catalogue of rules."""
+    """A rule name that is not in the catalogue."""
 
 
 class AttnscaleWarning(UserWarning):
-    """Base of every warning given on purpose. Control characters in its message are escaped."""
+    """Base of all warnings of attnscale. Control characters in the message are escaped."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
 
 
 class NotFollowedWarning(AttnscaleWarning):
-    """Operations or modules that could not be followed, and are left out."""
+    """Operations or modules that could not be traced, and are skipped."""
 
 
 class NotInsideWarning(AttnscaleWarning):
-    """Attention without a probe, which is traced at every sampled step and costs more."""
+    """Attention without a probe; sampled steps trace it, which is slower."""
 
 
 class NotRecordedWarning(AttnscaleWarning):
-    """A training step, or a part of one, that is not in its record."""
+    """A training step, or a part of one, that was not recorded."""
 
 
 class LostRankWarning(AttnscaleWarning):
-    """A rank that did not answer, whose rows are missing from records."""
+    """A rank that did not answer; records lack its rows."""
 
 
 class SinkWarning(AttnscaleWarning):
@@ -90,4 +90,4 @@ class SinkWarning(AttnscaleWarning):
 
 
 class DamagedFileWarning(AttnscaleWarning):
-    """A stored result that could not be read, and is computed again."""
+    """A stored result that could not be read; it is computed again."""

@@ -1,4 +1,4 @@
-"""Optional packages: which extra installs each, and the error if one is missing."""
+"""Optional packages: the extra that installs each, and the error for a missing package."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from attnscale.errors import SettingError
 
-# The packages of the extras in pyproject.toml, by the names to import.
+# Packages of each extra in pyproject.toml, by import name.
 EXTRAS = {
     "cli": ("typer", "rich", "safetensors"),
     "report": ("jinja2", "markupsafe"),
@@ -34,7 +34,7 @@ def require_extra(extra: str, what: str) -> None:
 
 @contextmanager
 def needing(what: str) -> Iterator[None]:
-    """Turn the import error of a package that an extra installs into one sentence."""
+    """Turn the ImportError of an optional package into an error with the command that installs it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Reading and writing of whole files."""
+"""Read and write whole files."""
 
 import os
 import secrets
@@ -11,18 +11,18 @@ from typing import BinaryIO
 
 from attnscale.errors import SettingError
 
-MARGIN = 2**16  # bytes beyond the size of a file: files under /proc have size 0
-BY_HANDLE = Path("/proc/self/fd")  # where files without a name are found
+MARGIN = 2**16  # bytes read beyond the size of a file, because files under /proc have size 0
+BY_HANDLE = Path("/proc/self/fd")  # paths of open files without a name
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old one or the new one, also after a loss of power.
+    """Write a file atomically: readers get the old or the new content, even after a loss of power.
 
-    Links are followed. Something that is not a regular file, such as /dev/stdout, is written to and not replaced.
+    Links are followed. A special file, such as /dev/stdout, is written to, not replaced.
     """
     try:
         target = path.resolve()
-        content = text.encode("utf-8", "replace")  # half of a surrogate pair in a name is no reason to fail
+        content = text.encode("utf-8", "replace")  # names may contain half of a surrogate pair
         if target.exists() and not stat.S_ISREG(target.stat().st_mode):
             target.write_bytes(content)
             return
@@ -33,9 +33,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_whole(path: Path, most: int) -> bytes:
-    """Read a file of at most so many bytes; a pipe or a device is refused at once, and never waited for.
+    """Read a file of at most `most` bytes; raise an error for a pipe or a device, which could block.
 
-    Raises the OSError of a file that cannot be opened.
+    Raises OSError if the file cannot be opened.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         found = os.fstat(file.fileno())
@@ -43,15 +43,15 @@ def read_whole(path: Path, most: int) -> bytes:
             raise SettingError(f"Expected a file, and {path} is not a regular file.")
         if found.st_size > most:
             raise SettingError(f"Expected at most {most / 2**20:,.0f} MiB in {path}, got {found.st_size / 2**20:,.0f}.")
-        return file.read(min(most, found.st_size + MARGIN))  # a larger number would allocate that much memory
+        return file.read(min(most, found.st_size + MARGIN))  # read(most) would allocate `most` bytes
 
 
 @contextmanager
 def replacing(target: Path, part: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces another once it is written; `part` is its name just before.
+    """Open a new file that replaces `target` on exit; `part` is its temporary name.
 
-    Until then it has no name, if the system has such files, so nothing is left of it if this process is killed. Its
-    permissions follow from the umask.
+    If the system supports files without a name, the file gets its name only on exit, so a killed process leaves no
+    file behind. The umask sets its permissions.
     """
     try:
         handle, is_named = _new(part)
@@ -67,11 +67,11 @@ def replacing(target: Path, part: Path) -> Iterator[BinaryIO]:
 
 
 def _name(file: BinaryIO, part: Path) -> None:
-    """Give a file without a name one."""
+    """Link a file without a name to `part`."""
     handles = os.open(BY_HANDLE, os.O_RDONLY)
     try:  # os.link() follows the link of the handle only with a directory handle
         os.link(str(file.fileno()), part, src_dir_fd=handles, follow_symlinks=True)
-    except OSError:  # a system that hides its handles, or a file system without links
+    except OSError:  # the system hides its handles, or the file system has no links
         shutil.copyfile(BY_HANDLE / str(file.fileno()), part)
     finally:
         os.close(handles)
@@ -81,6 +81,6 @@ def _new(part: Path) -> tuple[int, bool]:
     if hasattr(os, "O_TMPFILE") and BY_HANDLE.exists():
         try:
             return os.open(part.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), False
-        except OSError:  # the file system has no such files, or the folder is missing, which fails below
+        except OSError:  # the file system does not support it, or the folder is missing, which fails below
             pass
     return os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), True

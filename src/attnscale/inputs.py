@@ -1,4 +1,4 @@
-"""Checks of the inputs of attention that torch's kernels omit or report badly."""
+"""Check inputs of attention, with clearer errors than those of torch's kernels."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def check_inputs(
 
 
 def check_settings(dropout_p: float, softcap: float | None) -> None:
-    """Check the settings that do not depend on tensors."""
+    """Raise an error for an invalid dropout_p or softcap."""
     if not 0.0 <= dropout_p <= 1.0:
         raise SettingError(f"Expected dropout_p between 0 and 1, got {dropout_p}.")
     if softcap is not None and not 0.0 < softcap < math.inf:
@@ -41,7 +41,7 @@ def check_settings(dropout_p: float, softcap: float | None) -> None:
 
 
 def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
-    """Raise an error if sinks are not one logit for each head of the query, (…, heads, q_len, head_dim)."""
+    """Raise an error if sinks are not one logit per head of the query (…, heads, q_len, head_dim)."""
     if sinks is None:
         return
     heads, is_tensor = query.shape[-3] if query.dim() > 2 else 1, isinstance(sinks, Tensor)
@@ -51,7 +51,7 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
 
 
 def refuse_vmap(*tensors: Tensor) -> None:
-    """Refuse tensors that torch.vmap maps over: statistics would be of each entry."""
+    """Raise an error under torch.vmap, where statistics would cover single entries."""
     if any(map(is_mapped, tensors)):
         raise InputError(
             "Expected statistics outside torch.vmap, got tensors that it maps over; measure each entry by itself, "
@@ -60,7 +60,7 @@ def refuse_vmap(*tensors: Tensor) -> None:
 
 
 def check_one_mask(attn_mask: Mask, is_causal: bool) -> None:
-    """Refuse a mask together with is_causal, in SDPA's words, which callers look for."""
+    """Raise an error for a mask with is_causal; it contains SDPA's message, which callers match."""
     if attn_mask is not None and is_causal:
         if isinstance(attn_mask, Tensor) and not is_plain_mask(attn_mask):
             raise InputError(
@@ -127,7 +127,7 @@ def _check_leading(tensors: dict[str, Tensor], enable_gqa: bool) -> None:
                 f"Expected the query's {heads} heads in {name}, got {found} in shape {tuple(tensor.shape)}; "
                 "pass enable_gqa=True if queries share key heads."
             )
-    try:  # heads too: several key heads for one query head must have as many value heads
+    try:  # heads are included: several key heads for one query head need as many value heads
         broadcast(*(tensor.shape[: -3 if enable_gqa else -2] for tensor in tensors.values()))
     except RuntimeError:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
@@ -152,8 +152,8 @@ def _check_mask_tensor(query: Tensor, attn_mask: Tensor, scores: tuple[int, ...]
         raise DtypeError(
             f"Expected attn_mask as booleans (True: visible) or floats (added to the scores), got {attn_mask.dtype}."
         )
-    known = (torch.bool, torch.float32, query.dtype)
-    if attn_mask.dtype not in known and not torch.is_autocast_enabled(query.device.type):
+    accepted = (torch.bool, torch.float32, query.dtype)
+    if attn_mask.dtype not in accepted and not torch.is_autocast_enabled(query.device.type):
         raise DtypeError(
             f"Expected attn_mask dtype to be bool, float32 or the query's, {query.dtype}, got {attn_mask.dtype}; "
             "convert it with attn_mask.to(query.dtype)."
@@ -168,7 +168,7 @@ def _check_mask_tensor(query: Tensor, attn_mask: Tensor, scores: tuple[int, ...]
 
 
 def _check_causal_bias(bias: Any, scores: tuple[int, ...]) -> None:
-    """Check the size of a bias aligned to the last key; aligned to the first key, it fits every size."""
+    """Check the size of a bias aligned to the last key; a bias aligned to the first key fits any size."""
     size = (bias.seq_len_q, bias.seq_len_kv)
     if bias.variant.name == "LOWER_RIGHT" and size != scores[-2:]:
         raise ShapeError(
@@ -176,9 +176,9 @@ def _check_causal_bias(bias: Any, scores: tuple[int, ...]) -> None:
         )
 
 
-def _check_documents(query: Tensor, seen: Visibility, scores: tuple[int, ...]) -> None:
+def _check_documents(query: Tensor, visibility: Visibility, scores: tuple[int, ...]) -> None:
     lead = scores[:-3]
-    for side, ids, length in zip(("row", "key"), seen.documents or (), scores[-2:], strict=False):
+    for side, ids, length in zip(("row", "key"), visibility.documents or (), scores[-2:], strict=False):
         if not broadcasts_to(ids.shape, (*lead, length)) or ids.shape[-1:] != (length,):
             raise ShapeError(
                 f"Expected the document of each {side}, broadcasting to {(*lead, length)}, got {tuple(ids.shape)}."

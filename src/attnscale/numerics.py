@@ -15,7 +15,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 WIDE_DTYPES = (torch.float32, torch.float64)
-KERNEL_DTYPES = (*HALF_DTYPES, torch.float32)  # what kernels of a GPU are written for
+KERNEL_DTYPES = (*HALF_DTYPES, torch.float32)  # dtypes supported by the GPU kernels
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
@@ -31,15 +31,15 @@ def uncompiled(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the tensor's dtype, or float32 if that is wider."""
+    """Return the wider of float32 and the tensor's dtype."""
     dtype = tensor.dtype
     return dtype if dtype in WIDE_DTYPES else torch.promote_types(dtype, torch.float32)
 
 
 def is_surely_finite(values: Tensor) -> bool:
-    """Return True if all values are finite, judged by their sum; False if they may not be, and always on a GPU.
+    """Return True if the sum shows that all values are finite; False if this is uncertain, and always on a GPU.
 
-    The sum takes a fifteenth of the time of an elementwise test.
+    The sum is 15 times faster than an elementwise test.
 
     >>> is_surely_finite(torch.ones(3)), is_surely_finite(torch.tensor([torch.inf, -torch.inf]))
     (True, False)
@@ -48,14 +48,14 @@ def is_surely_finite(values: Tensor) -> bool:
 
 
 def has_nan_of_its_own(output: Tensor, value: Tensor) -> Tensor:
-    """Return, as a tensor on their device, whether the output has a NaN and the value has none."""
+    """Return a boolean tensor, True if the output has a NaN and the value has none."""
     if is_surely_finite(output):
         return torch.tensor(False)
     return output.isnan().any() & ~value.isnan().any()
 
 
 def lengths(vectors: Tensor) -> Tensor:
-    """Return ‖x‖ over the last axis in float32 or wider; on a CPU in float64 if its square overflows float32."""
+    """Return ‖x‖ over the last axis in float32 or wider; on a CPU in float64 if ‖x‖² overflows float32."""
     found: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
     if found.device.type == "cpu" and not is_surely_finite(found) and bool(found.isinf().any()):
         found = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
@@ -63,14 +63,11 @@ def lengths(vectors: Tensor) -> Tensor:
 
 
 def constant_on(device: torch.device, array: NDArray[Any]) -> Tensor:
-    """Return a cached copy of an array as a tensor on a device.
-
-    Callers must not write to it.
-    """
+    """Return a cached copy of an array as a tensor on a device; callers must not modify it."""
     return _constant_on(device, array.dtype.str, array.shape, array.tobytes())
 
 
 @lru_cache(maxsize=512)
 def _constant_on(device: torch.device, dtype: str, shape: tuple[int, ...], data: bytes) -> Tensor:
-    with torch.inference_mode(False):  # it may be used outside it
+    with torch.inference_mode(False):  # the cached tensor may be used outside inference mode
         return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy()).to(device)

@@ -1,4 +1,4 @@
-"""Plain values for JSON, and plain text: the one place where terminal control characters are escaped."""
+"""Convert values to plain JSON, and escape terminal control characters in text."""
 
 import json
 import math
@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Characters outside printable ASCII are checked one by one with str.isprintable(): it is false for control characters,
-# marks of text direction, halves of surrogate pairs and line separators.
+# Characters outside printable ASCII are checked one by one with str.isprintable(), which is false for control
+# characters, marks of text direction, halves of surrogate pairs and line separators.
 UNUSUAL = re.compile("[^ -~]")
 THOUSAND, BILLION = 1e3, 1e9  # numbers between them are written as 47,400
 
 
 def printable(text: str) -> str:
-    """Escape control characters in a text: names and messages may come from anywhere.
+    """Escape control characters in a text from an untrusted source, such as a name or a message.
 
     >>> print(printable("layer\\x1b[31m.0"), printable("\\x9b√\\u202e"))
     layer\\x1b[31m.0 \\x9b√\\u202e
@@ -32,7 +32,7 @@ def printable_lines(text: str) -> str:
 
 
 def json_text(value: object) -> str:
-    """Return a value as a readable block of JSON without control characters.
+    """Return a value as indented JSON without control characters.
 
     >>> print(json_text({"√": "\\u202e"}))
     {
@@ -63,7 +63,7 @@ def finite(value: float) -> float | None:
 
 
 def rounded(value: float, digits: int) -> float | None:
-    """Return the number rounded to so many significant digits, or None if it is NaN or infinite.
+    """Return the number rounded to `digits` significant digits, or None if it is NaN or infinite.
 
     >>> rounded(123.456, 4), rounded(float("inf"), 4)
     (123.5, None)
@@ -72,7 +72,7 @@ def rounded(value: float, digits: int) -> float | None:
 
 
 def readable(value: float, digits: int = 3) -> str:
-    """Return a number rounded to so many significant digits, without an exponent below a billion.
+    """Format a number with `digits` significant digits, without an exponent below a billion.
 
     >>> readable(379123.4), readable(0.12345), readable(2.51e12), readable(264.3, 1), readable(float("nan"))
     ('379,000', '0.123', '2.51e+12', '300', 'nan')
@@ -83,7 +83,7 @@ def readable(value: float, digits: int = 3) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun.
+    """Return a number with its noun, in the singular or plural.
 
     >>> counted(1, "head"), counted(1200, "layer")
     ('1 head', '1,200 layers')

@@ -1,4 +1,4 @@
-"""Attention as one writes it on a board: NumPy, float64, the full matrix. The oracle of every test."""
+"""Attention as in a textbook: NumPy, float64, the full matrix. Tests use it as the reference."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ Array = NDArray[np.float64]
 
 
 def softmax(x: ArrayLike, axis: int = -1) -> Array:
-    """Return e^x / Σ e^x, with the maximum subtracted first; a row of only −∞ (nothing visible) gives zeros."""
+    """Return e^x / Σ e^x, with the maximum subtracted first; a row of −∞ alone (no visible key) gives zeros."""
     x = np.asarray(x, dtype=np.float64)
     highest = x.max(axis=axis, keepdims=True, initial=-np.inf)
     exponentials = np.exp(x - np.where(np.isneginf(highest), 0.0, highest))
@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
     mask: ArrayLike | None = None,
     softcap: float | None = None,
 ) -> tuple[Array, Array]:
-    """Return softmax(scale · QKᵀ) V and the weights; the scale is 1/√d_k unless given.
+    """Return softmax(scale · QKᵀ) V and the weights; the default scale is 1/√d_k.
 
     >>> output, weights = scaled_dot_product_attention(np.eye(2), np.eye(2), np.eye(2))
     >>> weights.round(3)
@@ -66,9 +66,9 @@ def scaled_dot_product_attention(
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Statistics of the softmax of each row; NaN where a row sees too few keys for the quantity."""
+    """Statistics of the softmax of each row; NaN if a row sees too few keys."""
 
-    visible: Array  # n_i, the keys a row can see
+    visible: Array  # n_i, number of visible keys
     max: Array
     lse: Array  # ln Σ e^s
     top1: Array  # the largest weight
@@ -81,15 +81,15 @@ class RowStatistics:
 
 
 def row_statistics(scores: ArrayLike) -> RowStatistics:
-    """Return every statistic of a row's softmax, from its scores; a key is invisible where its score is −∞."""
+    """Return the statistics of the softmax of each row of scores; −∞ hides a key."""
     scores = np.asarray(scores, dtype=np.float64)
     p = softmax(scores)
     visible = np.isfinite(scores).sum(-1).astype(np.float64)
-    seen = np.where(visible > 0, 1.0, np.nan)
+    sees_keys = np.where(visible > 0, 1.0, np.nan)
     highest = scores.max(-1, initial=-np.inf)
-    top1 = p.max(-1, initial=0.0) * seen
-    entropy = -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1) * seen
-    square, cube = (p**2).sum(-1) * seen, (p**3).sum(-1)
+    top1 = p.max(-1, initial=0.0) * sees_keys
+    entropy = -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1) * sees_keys
+    square, cube = (p**2).sum(-1) * sees_keys, (p**3).sum(-1)
     return RowStatistics(
         visible=visible,
         max=highest,
@@ -107,5 +107,5 @@ def row_statistics(scores: ArrayLike) -> RowStatistics:
 def score_moments(scores: ArrayLike) -> tuple[int, float, float]:
     """Return count, mean and variance of the visible scores."""
     scores = np.asarray(scores, dtype=np.float64)
-    seen = scores[np.isfinite(scores)]
-    return seen.size, float(seen.mean()), float(seen.var())
+    shown = scores[np.isfinite(scores)]
+    return shown.size, float(shown.mean()), float(shown.var())

@@ -1,6 +1,6 @@
-"""Results that people look at: a table in a notebook, one line as repr(), a data frame, a plot.
+"""Base classes of results: a table in a notebook, one line as repr(), a data frame, a plot.
 
-`attnscale.show.notebook` knows what each kind of result shows. It is imported when it is first needed.
+`attnscale.show.notebook` defines the view of each result type. It is imported on first use.
 """
 
 from importlib import import_module
@@ -15,7 +15,7 @@ def _view(result: object) -> Any:
 
 
 class Result:
-    """Base of results: a notebook shows a table, repr() is one line."""
+    """Base of results, with a table for notebooks and a repr() of one line."""
 
     def __repr__(self) -> str:
         return str(_view(self).line)
@@ -29,8 +29,8 @@ class Result:
 
 
 class PlottedResult(Result):
-    """Base of results that can be drawn."""
+    """Base of results with a plot."""
 
     def plot(self, statistic: str = "spread", ax: Any = None) -> Any:
-        """Draw a statistic by layer, or over the steps of a log; return the matplotlib axes."""
+        """Plot a statistic by layer, or over the steps of a log; return the matplotlib axes."""
         return _view(self).plot(statistic, ax)

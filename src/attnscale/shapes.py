@@ -7,13 +7,13 @@ from torch import Tensor
 def broadcasts_to(shape: torch.Size, target: tuple[int, ...]) -> bool:
     """Return True if a tensor of this shape broadcasts to the target without enlarging it."""
     return len(shape) <= len(target) and all(
-        size == 1 or size == wanted  # not `in`: Dynamo does not find a symbolic size in a tuple
+        size == 1 or size == wanted  # not `in`, which fails for symbolic sizes under Dynamo
         for size, wanted in zip(reversed(shape), reversed(target), strict=False)
     )
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
-    """Return the shape they broadcast to; equal shapes, the common case, take no time."""
+    """Return the common broadcast shape; fast for equal shapes."""
     return shapes[0] if all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)
 
 

@@ -1,4 +1,4 @@
-"""Visibility: which keys each row sees. One type in every room, so that a sliding window is a case of it."""
+"""Visibility: the keys that each row sees, by limits, documents and a mask."""
 
 import math
 from collections.abc import Iterator
@@ -13,21 +13,21 @@ from torch import Tensor
 from attnscale.numerics import constant_on
 from attnscale.torch_internals import sizes_vary
 
-NOT_LEFT_OUT = np.zeros(1, dtype=np.bool_)  # the document of all keys
-COUNTING_ROWS = 256  # counting converts masks to integers; a block of rows at a time keeps that small
-# Below this no score is one: −1e9, −1e20 and the lowest numbers of float32 and bfloat16 lie under it.
+NOT_LEFT_OUT = np.zeros(1, dtype=np.bool_)  # document of all keys: only rows of document False see them
+COUNTING_ROWS = 256  # rows per block; counting converts masks to integers, and blocks limit the memory
+# A mask value below this hides a key. Common ones are −1e9, −1e20 and the lowest numbers of float32 and bfloat16.
 NEVER_A_SCORE = -1e8
-# What a mask puts this far below its highest value, and nothing nearer, is hidden: e^−50 is nothing. Swin subtracts
-# 100, old BERTs 10,000.
+# A mask value this far below the highest one hides a key too, because e^−50 is negligible. Swin subtracts 100, old
+# BERTs subtract 10,000.
 HIDING_GAP = 50.0
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """Row i sees key j where i + first ≤ j ≤ i + last, in its own document, and where the mask shows it.
+    """Row i sees key j if i + first ≤ j ≤ i + last, both are in the same document, and the mask shows the key.
 
-    A limit of None is none. Key padding is a mask of one row, (batch, 1, 1, kv_len). Attention takes one of these in
-    the place of a mask. Limits `from_the_end` count from the last row and the last key, as a row of a KV cache does.
+    None means no limit. Key padding is a mask of one row, (batch, 1, 1, kv_len). Attention accepts a Visibility in
+    place of a mask. With `from_the_end`, limits count from the last row and the last key, as with a KV cache.
 
     >>> Visibility.causal(window=2).counts(q_len=4, kv_len=4, device="cpu").tolist()
     [1, 2, 2, 2]
@@ -35,15 +35,15 @@ class Visibility:
     [4, 5]
     """
 
-    last: int | None = None  # 0: causal as SDPA's flag; kv_len − q_len: causal, the last row sees every key
+    last: int | None = None  # 0: causal like SDPA's flag; kv_len − q_len: causal, and the last row sees every key
     first: int | None = None
-    mask: Tensor | None = None  # broadcasts to (…, q_len, kv_len): booleans, True is seen, or floats that are added
+    mask: Tensor | None = None  # broadcasts to (…, q_len, kv_len); True: visible; floats: added to the scores
     documents: tuple[Tensor, Tensor] | None = None  # (…, q_len) and (…, kv_len): the document of each row and key
-    from_the_end: bool = False  # last and first are for a row and a key that are both the last
+    from_the_end: bool = False  # limits are relative to the last row and the last key
 
     @classmethod
     def of(cls, attn_mask: "Mask", is_causal: bool) -> "Visibility":
-        """Return what two arguments of SDPA say; its causal flag is aligned to the first key."""
+        """Return the visibility of SDPA's two arguments; `is_causal` is aligned to the first key."""
         if isinstance(attn_mask, Visibility):
             return attn_mask
         variant = getattr(attn_mask, "variant", None)
@@ -55,16 +55,16 @@ class Visibility:
 
     @classmethod
     def causal(cls, offset: int = 0, window: int | None = None, *, from_the_end: bool = False) -> "Visibility":
-        """Show keys up to one's own position plus the offset; with a window, no more of them than that."""
+        """Show each row the keys up to its position plus the offset; a window limits their number."""
         return cls(offset, None if window is None else offset - window + 1, from_the_end=from_the_end)
 
     @classmethod
     def of_documents(cls, rows: Tensor, keys: Tensor | None = None, *, is_causal: bool = False) -> "Visibility":
-        """Show each row its own document, (…, q_len); `keys` are the documents of keys, if not those of rows."""
+        """Show each row the keys of its document; `rows` and `keys` are ids, (…, q_len) and (…, kv_len)."""
         return cls(last=0 if is_causal else None, documents=(rows, rows if keys is None else keys))
 
     def within(self, q_len: int, kv_len: int) -> "Visibility":
-        """Return the same for so many rows and keys: limits counted from the start, and none that limits nothing."""
+        """Return the visibility for these lengths, with limits counted from the start and without redundant ones."""
         moved = kv_len - q_len if self.from_the_end else 0
         if not moved and self.last in (None, 0) and self.first is None:
             return replace(self, from_the_end=False) if self.from_the_end else self
@@ -77,41 +77,41 @@ class Visibility:
 
     @property
     def is_full(self) -> bool:
-        """True if every row sees every key, and nothing is added to a score."""
+        """True if every row sees every key, and nothing is added to the scores."""
         return self.last is None and self.first is None and self.mask is None and self.documents is None
 
     @property
     def is_causal(self) -> bool:
-        """True if it is what SDPA's causal flag says, and nothing else."""
+        """True if it equals SDPA's causal flag."""
         return self.last == 0 and self.first is None and self.mask is None and self.documents is None
 
     @property
     def is_plain(self) -> bool:
-        """True if a kernel that has a causal flag and no mask takes it."""
+        """True if a kernel with a causal flag and without a mask can compute it."""
         return self.is_full or self.is_causal
 
     @property
     def is_mask(self) -> bool:
-        """True if the mask alone says it."""
+        """True if there is a mask and nothing else."""
         return self.last is None and self.first is None and self.documents is None and self.mask is not None
 
     @property
     def bias(self) -> Tensor | None:
-        """Numbers that are added to the scores, −∞ for hidden keys perhaps; None: nothing."""
+        """Float mask, which is added to the scores; None if there is none."""
         return self.mask if self.mask is not None and self.mask.is_floating_point() else None
 
     @property
     def hides_by_numbers(self) -> bool:
-        """True if a key is hidden by a number and not by −∞: a row of such numbers alone has weights still."""
+        """True if a finite number hides a key; a row with only such numbers still has weights."""
         return self.bias is not None and bool((~shown_by(self.bias) & (self.bias != -math.inf)).any())
 
     def with_infinite_mask(self) -> "Visibility":
-        """Return the same with −∞ for what its mask hides, whatever number says so."""
+        """Return the visibility with −∞ for every number of the mask that hides a key."""
         bias = self.bias
         return self if bias is None else replace(self, mask=bias.masked_fill(~shown_by(bias), -math.inf))
 
     def counts(self, q_len: int, kv_len: int, device: torch.device | str) -> Tensor | None:
-        """Return the number of visible keys of each row, broadcastable to (…, heads, q_len); None: all."""
+        """Return the number of visible keys of each row, broadcastable to (…, heads, q_len); None if all are."""
         if self.is_full:
             return None
         if self.mask is None and self.documents is None:
@@ -130,19 +130,19 @@ class Visibility:
         return torch.cat([block.sum(-1) for block in shown if block is not None], dim=-1)
 
     def counts_at(self, rows: Tensor, kv_len: int) -> Tensor:
-        """Return the number of visible keys of rows at these positions, as far as positions tell."""
+        """Return the number of visible keys of rows at these positions by the limits, without mask and documents."""
         after = torch.full_like(rows, kv_len) if self.last is None else (rows + self.last + 1).clamp(0, kv_len)
         before = 0 if self.first is None else (rows + self.first).clamp(0, kv_len)
         return (after - before).clamp(min=0)
 
     def span(self, lowest: int, highest: int, kv_len: int) -> slice:
-        """Return the keys that any row from the lowest to the highest may see, as far as positions tell."""
+        """Return the keys that rows from `lowest` to `highest` may see by the limits, without mask and documents."""
         stop = kv_len if self.last is None else min(max(highest + self.last + 1, 0), kv_len)
         start = 0 if self.first is None else min(max(lowest + self.first, 0), stop)
         return slice(start, stop)
 
     def sure(self, lowest: int, keys: slice) -> int:
-        """Return how many of these keys, from the first on, every row from the lowest on sees for certain."""
+        """Return the number of leading keys in `keys` that all rows from `lowest` on certainly see."""
         if self.is_full:
             return len(range(keys.start, keys.stop))
         if self.last is None or self.first is not None or self.mask is not None or self.documents is not None:
@@ -150,12 +150,12 @@ class Visibility:
         return len(range(keys.start, min(lowest + self.last + 1, keys.stop)))
 
     def shown(self, rows: slice | Tensor, keys: slice, device: torch.device | str) -> Tensor | None:
-        """Return True where these rows see these keys, broadcastable to (…, rows, keys); None: everywhere."""
+        """Return True where a row sees a key, broadcastable to (…, rows, keys); None if everything is visible."""
         parts = [*self._limits(rows, keys, device), *(() if self.mask is None else [_shows(self._part(rows, keys))])]
         return reduce(torch.logical_and, parts) if parts else None
 
     def added(self, rows: slice | Tensor, keys: slice, like: Tensor) -> Tensor | None:
-        """Return what is added to the scores of these rows: the float mask, or 0 and −∞ for shown and hidden keys."""
+        """Return the bias on the scores of these rows: the float mask, or 0 for visible and −∞ for hidden keys."""
         if self.bias is None:
             shown = self.shown(rows, keys, like.device)
             return None if shown is None else _hiding(torch.zeros((), dtype=like.dtype, device=like.device), shown)
@@ -164,14 +164,14 @@ class Visibility:
         return _hiding(part, reduce(torch.logical_and, limits)) if limits else part
 
     def without_rows(self, left_out: Tensor) -> "Visibility":
-        """Return the same, but some rows, (batch, q_len), see nothing; as documents, since a mask would be large."""
+        """Hide all keys from the rows `left_out`, (batch, q_len), by documents, because a mask would be large."""
         if self.documents is None:
             return replace(self, documents=(left_out, constant_on(left_out.device, NOT_LEFT_OUT)))
         rows, keys = self.documents
         return replace(self, documents=(torch.where(left_out, -1, rows), keys))
 
     def at(self, entry: int, heads: slice) -> "Visibility":
-        """Return that of some heads of a batch entry; the mask is (batch or 1, heads or 1, q_len or 1, kv_len)."""
+        """Return the visibility of some heads of a batch entry; the mask must have four dimensions or be None."""
         mask, documents = self.mask, self.documents
         if mask is not None:
             mask = mask[entry if mask.shape[0] > 1 else 0]
@@ -184,7 +184,7 @@ class Visibility:
         )
 
     def _limits(self, rows: slice | Tensor, keys: slice, device: torch.device | str) -> Iterator[Tensor]:
-        """Yield what everything but the mask shows."""
+        """Yield boolean masks of the limits and the documents."""
         if self.last is not None or self.first is not None:
             at = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows.to(device)
             ahead = torch.arange(keys.start, keys.stop, device=device) - at.unsqueeze(-1)
@@ -204,16 +204,16 @@ class Visibility:
 
 
 EVERYTHING = Visibility()
-Mask: TypeAlias = Tensor | Visibility | None  # what attention takes as attn_mask
+Mask: TypeAlias = Tensor | Visibility | None  # type of attn_mask
 
 
 def is_plain_mask(attn_mask: Mask) -> TypeGuard[Tensor]:
-    """Return True if it is a tensor with elements: no Visibility, and none of torch's CausalBias."""
+    """Return True for a tensor with elements, not a Visibility or torch's CausalBias."""
     return isinstance(attn_mask, Tensor) and getattr(attn_mask, "variant", None) is None
 
 
 def shown_by(mask: Tensor) -> Tensor:
-    """Return True where a mask of booleans or of added floats shows a key, without waiting for a GPU.
+    """Return True where a boolean or float mask shows a key, without synchronising with a GPU.
 
     >>> shown_by(torch.tensor([0.0, -1e4, -torch.inf])).tolist(), shown_by(torch.tensor([0.0, -1.0, -60.0])).tolist()
     ([True, False, False], [True, True, True])

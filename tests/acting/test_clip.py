@@ -130,40 +130,28 @@ def test_other_dtypes_meet_the_threshold_too(dtype):
     assert 100 * (1 - 4 * torch.finfo(dtype).eps) - 0.1 <= now <= 100 * (1 + torch.finfo(dtype).eps)
 
 
-def test_queries_and_keys_take_the_root_each():
-    model = sharpened(made(Attention), "q_proj.weight", slice(2 * HEAD_DIM, 3 * HEAD_DIM), 1e4)
-    (head,) = attnscale.clip_qk_(model, watched(model, batch())).heads
-    rows = tuple(range(2 * HEAD_DIM, 3 * HEAD_DIM))
-    assert {(each.parameter, each.rows) for each in head.touched} == {
-        (f"{side}_proj.{kind}", rows) for side in "qk" for kind in ("weight", "bias")
-    }
-    assert all(each.factor == pytest.approx(head.gamma**0.5) for each in head.touched)
-
-
-def test_a_shared_key_is_never_clipped():
-    torch.manual_seed(5)
-    model = sharpened(Attention(66, 6, kv_heads=2), "k_proj.weight", slice(11), 1e4)
-    inputs = (torch.randn(BATCH, LENGTH, 66),)
-    report = attnscale.clip_qk_(model, watched(model, inputs))
-    assert [head.head for head in report.heads] == [0, 1, 2]
-    assert parameters(report) == {"q_proj.weight", "q_proj.bias"}
-    assert all(each.factor == head.gamma for head in report.heads for each in head.touched)
-    assert watched(model, inputs).layers["Attention"].stats.max.max() <= 100
-
-
-def test_a_projection_of_both_queries_and_keys_is_clipped_once():
-    model = sharpened(made(SharedQueriesAndKeys), "q_proj.weight", slice(HEAD_DIM), 100.0)
-    report = attnscale.clip_qk_(model, watched(model, batch()))
-    assert parameters(report) == {"q_proj.weight", "q_proj.bias"}
-    now = float(watched(model, batch()).layers["SharedQueriesAndKeys"].stats.max[0])
-    assert 99.9 < now <= 100
-
-
-def test_keys_that_are_values_too_stay():
-    model = sharpened(made(KeysAreValues), "q_proj.weight", slice(HEAD_DIM), 1e4)
-    report = attnscale.clip_qk_(model, watched(model, batch()))
-    assert parameters(report) == {"q_proj.weight", "q_proj.bias"}
-    assert 99.9 < watched(model, batch()).layers["KeysAreValues"].stats.max[0] <= 100
+@pytest.mark.parametrize(
+    ("model", "sharp", "written", "heads", "power"),
+    [
+        (lambda: made(Attention), "q_proj.weight", "qk", [0], 0.5),
+        (lambda: made(Attention, 1), "k_proj.weight", "q", [0, 1, 2, 3, 4], 1.0),  # a shared key is never clipped
+        (lambda: made(SharedQueriesAndKeys), "q_proj.weight", "q", [0], 0.5),
+        (lambda: made(KeysAreValues), "q_proj.weight", "q", [0], 1.0),
+    ],
+    ids=["queries and keys", "a shared key", "one projection of both", "keys are values"],
+)
+def test_each_factor_goes_where_it_changes_one_head_and_no_values(model, sharp, written, heads, power):
+    model = sharpened(model(), sharp, slice(HEAD_DIM), 1e3)
+    report = attnscale.clip_qk_(model, watched(model, batch()), 10.0)
+    assert [head.head for head in report.heads] == heads
+    for head in report.heads:
+        rows = tuple(range(head.head * HEAD_DIM, (head.head + 1) * HEAD_DIM))
+        assert {(each.parameter, each.rows) for each in head.touched} == {
+            (f"{side}_proj.{kind}", rows) for side in written for kind in ("weight", "bias")
+        }
+        assert all(each.factor == pytest.approx(head.gamma**power) for each in head.touched)
+    (layer,) = watched(model, batch()).layers.values()
+    assert [float(layer.stats.max[head]) for head in heads] == pytest.approx([10.0] * len(heads), rel=1e-3)
 
 
 def test_behind_a_norm_the_gain_and_its_bias_are_scaled_for_all_that_share_them():
@@ -203,20 +191,13 @@ def test_sampled_maxima_are_named_so():
     assert all(head.maximum <= head.bound for head in report.heads)
 
 
-def test_nothing_over_the_threshold_changes_nothing():
-    model = made(Attention)
-    before = before_and(model)
-    report = attnscale.clip_qk_(model, watched(model, batch()))
-    assert report == attnscale.ClipReport(100.0, (), ())
-    assert_changed_as_told(before, model, [])
-
-
 def test_the_value_before_clipping_is_logged_and_reported(caplog):
     model = sharpened(made(Attention), "q_proj.weight", slice(HEAD_DIM), 1e4)
     seen = watched(model, batch())
     highest = float(seen.layers["Attention"].stats.max[0])
     with caplog.at_level(logging.INFO, "attnscale"):
         report = attnscale.clip_qk_(model, seen)
+    assert attnscale.clip_qk_(made(Attention), seen, 1e9) == attnscale.ClipReport(1e9, (), ())
     assert f"{highest:.4g}" in caplog.text
     assert report.heads[0].maximum == pytest.approx(highest)
     assert f"{highest:.4g}" in str(report)

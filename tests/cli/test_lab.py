@@ -7,8 +7,8 @@ from attnscale.cli import app
 from attnscale.lab.experiments import EXPERIMENTS
 
 NAMES = [
-    "variance", "saturation", "divisors", "gradients", "initialisation", "length", "ablation", "kappa", "temperature",
-    "trained",
+    "variance", "saturation", "divisors", "gradients", "initialisation", "length", "entropy-bound", "ablation", "kappa",
+    "temperature", "trained",
 ]  # fmt: skip
 
 
@@ -39,6 +39,7 @@ def test_a_run_prints_json_and_leaves_numbers_page_and_cells(tmp_path):
         (["no-such"], "Unknown experiment 'no-such'. Expected one of: variance, "),
         (["variance", "--seeds", "0"], "Invalid value for '--seeds'"),
         (["variance", "--executor", "fleet"], "Unknown executor 'fleet'"),
+        (["variance", "--device", "abacus"], "Expected a device that this machine has (cpu), got 'abacus'"),
     ],
 )
 def test_bad_input_is_answered_with_a_sentence(arguments, said, tmp_path):

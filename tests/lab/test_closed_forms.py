@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -81,32 +80,12 @@ def test_an_error_fails_its_check_and_is_named_in_the_text(monkeypatch, name, wh
     assert all(each in conclusion.text for each in failed(conclusion))
 
 
-def test_the_standard_deviation_at_512_is_that_of_the_textbook():
-    assert math.sqrt(variance.CASES["normal"].variance(512)) == pytest.approx(22.627, abs=1e-3)
-
-
 def test_another_power_of_d_k_is_reported():
     def squared(own, found):
         return {"variance": found["variance"] * own["head_dim"], "scaled_variance": found["variance"]}
 
     assert "to the power 0.9" in concluded("variance").text
     assert "to the power 1.9" in concluded("variance", made_up(quick("variance"), squared)).text
-
-
-@pytest.mark.parametrize(("spread", "entropy", "top1"), [(1.0, 0.93, 0.016), (2.0, 0.73, 0.10), (8.0, 0.13, 0.69)])
-def test_softmax_over_a_thousand_gaussian_scores(spread, entropy, top1):
-    many = quick("saturation").where(part=saturation.MANY, keys=1024, spread=spread)
-    assert many.band("entropy_ratio").mean == pytest.approx(entropy, abs=0.01)
-    assert many.band("top1").mean == pytest.approx(top1, abs=0.03)
-
-
-def test_only_the_square_root_keeps_the_variance_and_d_k_loses_the_query():
-    found = quick("divisors").where(part=divisors.ALONG)
-    powers = {divisor: found.where(divisor=divisor).exponent("variance", "head_dim").mean for divisor in divisors.RULES}
-    assert powers == pytest.approx({"none": 1, "√d_k": 0, "d_k": -1}, abs=0.02)
-    follows = {divisor: found.band("follows", divisor=divisor, head_dim=256).mean for divisor in divisors.RULES}
-    assert follows["d_k"] == pytest.approx(1 / 256, rel=0.2)  # 1 − exp(−σ²), σ² = 1/d_k
-    assert follows["√d_k"] == pytest.approx(0.63, abs=0.05)
 
 
 def test_without_a_divisor_more_gradient_reaches_the_median_query_and_is_shared_less_evenly():
@@ -117,12 +96,6 @@ def test_without_a_divisor_more_gradient_reaches_the_median_query_and_is_shared_
         assert at.difference("lower_half", {"divisor": "none"}, {"divisor": "√d_k"}).high < -0.1
     less = made_up(quick("divisors"), lambda own, _: {"median_query": 0.5 if own["divisor"] == "none" else 1.0})
     assert "larger for 0 of 5 shapes" in concluded("divisors", less).text
-
-
-def test_one_hot_and_uniform_jacobians():
-    jacobians = quick("gradients").where(part=gradients.NAMED).cells[0][1]
-    assert np.trace(jacobians[gradients.UNIFORM]) == pytest.approx(0.8)
-    assert abs(np.array(jacobians[gradients.ONE_HOT])).max() < 1e-8
 
 
 def test_without_a_scale_more_gradient_arrives_and_is_shared_less_evenly():
@@ -144,18 +117,6 @@ def test_a_vanishing_gradient_is_reported():
     assert "Without a scale less gradient reaches the first layer's queries" in text
 
 
-def test_initial_spreads_are_those_of_torch_and_of_gpt2():
-    widest = quick("initialisation").where(d_model=256)
-    spread = {
-        name: math.sqrt(widest.band("variance", scheme=name).mean) for name in initialisation.SCHEMES
-    }  # fmt: skip
-    expected = {"Xavier": 1, "Xavier packed": 0.5, "Kaiming": 2, "normal(0.02)": 0.1024, "orthogonal": 1, "muP": 1,
-                "nn.Linear": math.sqrt(1 / 9 + 2 / 9 / 256)}  # fmt: skip
-    assert spread == pytest.approx(expected, rel=0.02)
-    gpt2 = initialisation.SCHEMES["normal(0.02)"].predicted_variance(768)
-    assert math.sqrt(gpt2) == pytest.approx(0.307, abs=0.0005)
-
-
 def test_schemes_draw_as_torch_does():
     torch.manual_seed(0)
     x = torch.randn(512, 256)
@@ -164,13 +125,6 @@ def test_schemes_draw_as_torch_does():
     for name, projected in made.items():
         query, _ = initialisation.SCHEMES[name].project(x)
         assert query.std().item() == pytest.approx(projected.std().item(), rel=0.02)
-
-
-def test_entropy_follows_the_context_unless_the_scale_does():
-    full = quick("length").where(part=length.CONTEXT, causal=False)
-    share = {rule: length.growth(full.where(rule=rule)).mean for rule in length.RULES}
-    assert share["1/√d_k"] == pytest.approx(1, abs=0.02)
-    assert 0 < share["log n"] < 0.3 < share["YaRN"] < 0.8
 
 
 def test_a_constant_and_a_falling_entropy_are_reported():

@@ -9,7 +9,7 @@ from markupsafe import escape
 from typer.testing import CliRunner
 
 from attnscale.cli import app
-from attnscale.lab.demo import SCALES, Demo, TwinTraining, explanation, on_gradient, verdict
+from attnscale.lab.demo import SCALES, TwinTraining, explanation, on_gradient, verdict
 from attnscale.lab.training import gradient_shares
 
 
@@ -39,7 +39,7 @@ def test_the_scaled_model_learns_and_the_unscaled_one_does_not(tmp_path):
 
 
 def test_both_start_from_the_same_weights_and_see_the_same_batches():
-    training = TwinTraining(Demo(head_dim=16, steps=2, seed=3))
+    training = TwinTraining(head_dim=16, steps=2, seed=3)
     one, other = (dict(model.named_parameters()) for model in training.models.values())
     assert all(one[name].equal(other[name]) for name in one)
     assert len(list(training.steps())) == 2
@@ -101,7 +101,7 @@ def test_the_gradient_is_described_as_it_was_measured(scaled, unscaled, said):
 
 @pytest.mark.filterwarnings("ignore:At sampled steps the whole model is traced")  # rotating one pair looks like a scale
 def test_a_small_head_starts_below_the_critical_spread_and_torch_has_its_threads_back():
-    training, threads = TwinTraining(small := Demo(head_dim=2, steps=2)), torch.get_num_threads()
+    training, threads = TwinTraining(head_dim=2, steps=2), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         for _ in training.steps():
@@ -110,7 +110,7 @@ def test_a_small_head_starts_below_the_critical_spread_and_torch_has_its_threads
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
-    told = explanation(small, training.records, training.received, unscaled_loss=0.5)
+    told = explanation(2, training.records, training.received, unscaled_loss=0.5)
     assert "the unscaled model starts below it" in told[0]
     assert len(told) == 2  # 0.5 is not the loss of guessing
 

@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 
-from attnscale.errors import AttnscaleError, DamagedFileWarning
+from attnscale.errors import DamagedFileWarning
 from attnscale.lab import sweep as sweeping
 from attnscale.lab.executors import executor_for
 from attnscale.lab.experiment import Cell
-from attnscale.lab.sweep import Stored, SweepError, cell_path, read_cell, run_cell, write_cell
+from attnscale.lab.sweep import SweepError, run_cell
 from tests.lab.sweeps import CELL, findings, identities, processes, swept
 from tests.processes import started
 
@@ -80,19 +80,6 @@ def test_a_damaged_cell_is_reported_and_run_again(tmp_path, whole, damage):
     with pytest.warns(DamagedFileWarning, match=f"{path.name} is damaged. Its cell is run again."):
         swept(tmp_path, seeds=1)
     assert findings(swept(tmp_path)) == whole  # without a warning
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with a name")
-def test_a_pipe_in_the_place_of_a_cell_is_refused(tmp_path):
-    os.mkfifo(cell_path(tmp_path, CELL))
-    with pytest.raises(AttnscaleError, match="Expected a file, and"):
-        read_cell(tmp_path, CELL)
-
-
-def test_a_cell_of_another_version_is_another_cell(tmp_path):
-    write_cell(tmp_path, CELL, Stored({"mean": 1.0}, 0.1))
-    assert read_cell(tmp_path, Cell("variance", 2, CELL.settings)) is None
-    assert read_cell(tmp_path, CELL) == Stored({"mean": 1.0}, 0.1)
 
 
 def test_a_cell_that_fails_is_named_and_the_others_are_kept(tmp_path, whole, monkeypatch):

@@ -5,24 +5,11 @@ import math
 import pytest
 
 from attnscale.lab.experiment import Heatmap
-from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.lab.experiments.ablation import REFERENCE, VARIANTS, WITHOUT
 from attnscale.lab.experiments.temperature import MULTIPLES
 from attnscale.lab.experiments.trained import BUNDLED, OTHERS, bundled_loss
 from attnscale.lab.outcomes import Outcomes
 from tests.lab.conclusions import concluded, failed, made_up, quick, sketch
-
-
-@pytest.mark.parametrize("name", ["ablation", "temperature"])
-def test_the_full_grid_covers_its_question(name):
-    settings = [cell.settings for cell in EXPERIMENTS[name].cells()]
-    asked = {
-        "ablation": {"head_dim": {8, 32, 128, 256}, "task": {"characters", "recall"}, "variant": set(VARIANTS)},
-        "temperature": {"multiple": {0.25, 0.5, 1.0, 2.0, 4.0}, "task": {"characters", "recall"}},
-    }
-    assert all({own[setting] for own in settings} == values for setting, values in asked[name].items())
-    assert len({own["seed"] for own in settings}) >= 5
-
 
 # ablation
 

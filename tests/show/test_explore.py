@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from attnscale import reference, theory
 from attnscale.claims import INDEX
 from attnscale.claims.computations import gradient_without_scale
-from attnscale.lab.demo import Demo, TwinTraining
+from attnscale.lab.demo import TwinTraining
 from attnscale.models import encode, load_bundled
 from attnscale.operator import attention_weights
 from attnscale.rules import get_rule
@@ -366,7 +366,7 @@ def test_two_recorded_runs_are_played_back(open_page, path, window):
 
 
 def test_the_recorded_runs_are_the_demos():
-    training = TwinTraining(Demo(RECORDED["demo"]["head_dim"], RECORDED["demo"]["steps"]))
+    training = TwinTraining(RECORDED["demo"]["head_dim"], RECORDED["demo"]["steps"])
     steps = training.steps()
     for number in range(2):
         pair = next(steps)

@@ -1,6 +1,7 @@
 """ScoreCallback and LightningScoreCallback in real runs of their trainers, and what they give to the trainers' logs."""
 
 import csv
+import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from attnscale.train import (
 from attnscale.train.callbacks import CLIPPED_HEADS
 from attnscale.train.tally import PendingTallies
 
+from .trackers import WandbRun
 from .trainers import LAYERS, fit, trainer
 from .training import small_model
 
@@ -41,19 +43,26 @@ class Logger(TrainerCallback):
                 raise self.error
 
 
+class WandbCallback(Logger):
+    """By its name, what report_to="wandb" adds."""
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of the Trainer that samples every third step, with a logger that fails and one that does not."""
-    folder, printed = tmp_path_factory.mktemp("trainer"), StringIO()
-    callback = ScoreCallback(every=3, rows=None, sinks=[folder / "scores.jsonl"])
+    """A run that samples every third step, with three loggers: one fails, and W&B, the last, is a sink as well."""
+    folder, printed, wandb_run = tmp_path_factory.mktemp("trainer"), StringIO(), WandbRun()
+    callback = ScoreCallback(every=3, rows=None, sinks=[folder / "scores.jsonl", "wandb"])
     training = trainer(folder, callback, learning_rate=1e-3, logging_strategy="steps", logging_steps=1)
-    loggers = [Logger(ConnectionError("no such host")), Logger()]
+    loggers = [Logger(ConnectionError("no such host")), Logger(), WandbCallback()]
     for each in loggers:
         training.add_callback(each)
-    with redirect_stdout(printed), pytest.warns(SinkWarning, match="no such host"):
-        training.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", SimpleNamespace(run=wandb_run))
+        with redirect_stdout(printed), pytest.warns(SinkWarning, match="no such host"):
+            training.train()
     records = read_log(folder / "scores.jsonl").records
-    return SimpleNamespace(training=training, loggers=loggers, records=records, printed=printed.getvalue())
+    given = [*(logger.given for logger in loggers), len(wandb_run.finish())]
+    return SimpleNamespace(training=training, given=given, records=records, printed=printed.getvalue())
 
 
 def points(training, name):
@@ -97,7 +106,7 @@ def test_the_trainers_log_has_the_numbers_of_every_record_at_the_steps_of_its_lo
     history = run.training.state.log_history
     assert {name for entry in history for name in entry if name.startswith("attnscale")} == names
     assert "attnscale" not in run.printed
-    assert [logger.given for logger in run.loggers] == [[1, 4, 7]] * 2
+    assert run.given == [[1, 4, 7], [1, 4, 7], [], 3]  # W&B has them once: from the sink
 
 
 def test_what_it_remembers_survives_resume(tmp_path):
@@ -148,17 +157,19 @@ def test_how_many_heads_were_clipped_is_in_the_trainers_log(tmp_path):
 
 def test_callbacks_are_reached_by_their_names():
     assert attnscale.train.ScoreCallback is ScoreCallback
+    assert attnscale.train.QKClipCallback is QKClipCallback
 
 
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning", "ignore:.*does not have many workers")
 class TestLightning:
     @pytest.fixture
     def logged(self, tmp_path):
-        """Run Lightning with a CSVLogger; the run's module and the rows of the file."""
+        """Run Lightning with a CSVLogger under a name; the run's module and the rows of the file."""
         loggers = pytest.importorskip("lightning.pytorch.loggers")
 
-        def run(callback):
-            _, module = fit(tmp_path, callback, 7, logger=loggers.CSVLogger(tmp_path, name="", version=""))
+        def run(callback, name="CSVLogger"):
+            logger = type(name, (loggers.CSVLogger,), {})(tmp_path, name="", version="")
+            _, module = fit(tmp_path, callback, 7, logger=logger)
             with (tmp_path / "metrics.csv").open(encoding="utf-8") as file:
                 return module, list(csv.DictReader(file))
 
@@ -177,8 +188,10 @@ class TestLightning:
         assert known(rows, f"attnscale_spread/{layer}") == pytest.approx(spreads, rel=1e-4)
         assert set(known(rows, "loss")) == set(range(7))
 
-    def test_nothing_is_logged_where_that_is_asked(self, logged):
-        _, (row, *_) = logged(LightningScoreCallback(every=3, log=False))
+    @pytest.mark.parametrize("settings", [dict(log=False), dict(sinks=["wandb"])], ids=str)
+    def test_nothing_is_logged_where_that_is_asked_or_a_sink_does_it(self, logged, monkeypatch, settings):
+        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=WandbRun()))
+        _, (row, *_) = logged(LightningScoreCallback(every=3, **settings), "WandbLogger")
         assert not any(name.startswith("attnscale") for name in row)
 
     def test_how_many_heads_were_clipped_is_in_its_loggers(self, logged):

@@ -1,5 +1,6 @@
 """A monitor beside a clip: what was taken is in the record, and what is held raises no alarm."""
 
+import json
 import math
 from itertools import pairwise
 
@@ -8,20 +9,32 @@ import torch
 
 import attnscale
 from attnscale import Monitor, QKClip
-from attnscale.train import summarise
+from attnscale.train import LayerRecord, Record, summarise
 
 from .training import batch, loss_of, small_model
 
 THRESHOLD, GROWTH, STEPS = 15.0, 1.06, 100
 
 
-def run(clips, steps=STEPS, every=5):
-    """A model whose queries grow at every step: the records of a monitor, and all reports."""
-    model, records, reports = small_model(), [], []
+WAYS = {
+    "eager": (None, lambda model: model),
+    "compiled": (None, lambda model: torch.compile(model, backend="aot_eager")),
+    "written out, compiled": (1e4, lambda model: torch.compile(model, backend="aot_eager")),
+}
+
+
+def run(clips, way="eager", steps=STEPS, every=5, until=math.inf):
+    """A model whose queries grow at every step, clipped `until` a step: the records of a monitor, and all reports."""
+    softcap, compiled = WAYS[way]
+    model, records, reports = small_model(softcap=softcap), [], []
+    called = compiled(model)
     clip = QKClip(model, THRESHOLD) if clips else None
     monitor = Monitor(model, every, None, [records.append])
-    for _ in range(steps):
-        loss_of(model, batch(2)).backward()
+    for step in range(steps):
+        if step == until:
+            clip.close()
+            clip = None
+        loss_of(called, batch(2)).backward()
         with torch.no_grad():
             for block in model.blocks:
                 block.attention.query.weight.mul_(GROWTH)
@@ -30,17 +43,35 @@ def run(clips, steps=STEPS, every=5):
         monitor.step()
     monitor.close()
     if clip is not None:
+        assert clip.is_inside
         clip.close()
+    again = Monitor(model)
+    again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    growth = [monitor.growth(name) for name in records[0].layers]
+    assert growth == [again.growth(name) for name in records[0].layers]
+    again.close()
     return records, reports
 
 
-def test_a_run_that_is_held_at_the_threshold_is_not_told_to_pass_one():
+def test_a_run_that_no_clip_holds_is_told_to_pass_a_threshold():
     free, _ = run(clips=False)
     assert any("will pass" in alarm.message for record in free for alarm in record.alarms)
     assert all(layer.crossing is not None for layer in summarise(free).layers)
-    held, reports = run(clips=True)
+    assert {layer.clipped is None for record in free for layer in record.layers.values()} == {True}
+
+
+def test_a_clip_that_no_longer_acts_holds_nothing():
+    records, _ = run(clips=True, until=40)
+    assert [alarm for record in records for alarm in record.alarms]
+    assert all(layer.crossing is not None for layer in summarise(records).layers)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_is_held_at_the_threshold_is_not_told_to_pass_one(way):
+    held, reports = run(clips=True, way=way)
     assert any(reports)
-    assert [alarm for record in held for alarm in record.alarms] == []
+    assert [alarm for record in held[1:] for alarm in record.alarms] == []  # the first has what the audit found
     first = max(
         next(number for number, record in enumerate(held) if record.layers[name].lowered < 1) for name in held[0].layers
     )
@@ -63,9 +94,12 @@ def test_the_record_has_what_was_taken_since_the_one_before():
     assert min(layer.lowered for record in records for layer in record.layers.values()) < 1
 
 
-def test_where_nobody_clips_nothing_is_told():
-    records, _ = run(clips=False, steps=3, every=1)
-    assert [layer.clipped for record in records for layer in record.layers.values()] == [None] * 6
+def test_a_log_keeps_what_was_taken_where_that_is_told():
+    for clipped, lowered in (([0.5, 1.0], 0.5), (None, 1.0)):
+        record = Record(0, 0.0, {"layer": LayerRecord(7, {"max": [3.0, 2.0]}, clipped=clipped)})
+        layer = Record.from_line(record.to_line()).layers["layer"]
+        assert (layer.clipped, layer.lowered) == (clipped, lowered)
+        assert ("clipped" in json.loads(record.to_line())["layers"]["layer"]) is (clipped is not None)
 
 
 def test_what_clip_qk_took_is_told_too():
@@ -96,29 +130,3 @@ def test_a_model_inside_the_one_that_is_watched_is_known_by_its_own_names():
     monitor.close()
     clip.close()
     assert min(layer.lowered for layer in records[1].layers.values()) < 1
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
-@pytest.mark.parametrize("attention", ["fused", "written out"])
-def test_forecasts_of_a_compiled_model_that_is_clipped_inside_are_no_false_alarms(attention):
-    model, records = small_model(softcap=None if attention == "fused" else 1e4), []
-    run = torch.compile(model, backend="aot_eager")
-    clip = QKClip(model, THRESHOLD)
-    monitor = Monitor(model, 5, None, [records.append])
-    for _ in range(70):
-        loss_of(run, batch(2)).backward()
-        with torch.no_grad():
-            for block in model.blocks:
-                block.attention.query.weight.mul_(GROWTH)
-        model.zero_grad()
-        clip.step()
-        monitor.step()
-    assert clip.is_inside
-    monitor.close()
-    clip.close()
-    assert min(layer.lowered for layer in records[-1].layers.values()) < 1
-    forecasts = [alarm for record in records[1:] for alarm in record.alarms]  # the first has what the audit found
-    assert forecasts == []
-    found = summarise(records).layers
-    assert [layer.crossing for layer in found] == [None, None]
-    assert [layer.growth.rate for layer in found] == [pytest.approx(math.log(GROWTH), rel=0.2)] * 2

@@ -4,7 +4,6 @@ import json
 
 import torch
 
-import attnscale
 from attnscale.train import QKClipCallback, ScoreCallback, read_log
 
 from .trainers import LAYERS, trainer
@@ -57,7 +56,3 @@ def test_a_resumed_run_goes_on_with_its_threshold_and_count(tmp_path):
     train(tmp_path, again).train(resume_from_checkpoint=str(checkpoint))
     assert (again.clip.steps, again.clip.threshold) == (8, THRESHOLD)
     assert {head.layer for head in again.clip.last.heads} <= {*LAYERS}
-
-
-def test_it_is_reached_by_its_name():
-    assert attnscale.train.QKClipCallback is QKClipCallback

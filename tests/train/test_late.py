@@ -28,16 +28,10 @@ def run(busy):
     return monitor, records
 
 
-def test_it_is_written_when_the_next_step_is_over(run):
-    monitor, records = run
-    monitor.step()
-    assert [record.step for record in records] == [0]
-    monitor.close()
-
-
 @pytest.mark.parametrize(
     "asks",
     [
+        lambda monitor: monitor.step(),
         lambda monitor: monitor.last,
         lambda monitor: monitor.history,
         lambda monitor: monitor.growth("blocks.0.attention"),
@@ -46,7 +40,7 @@ def test_it_is_written_when_the_next_step_is_over(run):
         lambda monitor: monitor.close(),
     ],
 )
-def test_whoever_asks_for_it_has_it_at_once_and_once(run, asks):
+def test_it_is_written_when_the_next_step_is_over_or_when_it_is_asked_for_and_once(run, asks):
     monitor, records = run
     asks(monitor)
     assert [record.step for record in records] == [0]

@@ -1,4 +1,4 @@
-"""Modules that attend at some steps alone: QKClip and Monitor miss none of them."""
+"""Modules that attend at some steps alone: QKClip misses none of them for more than one."""
 
 from copy import deepcopy
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import attnscale
-from attnscale import Monitor, QKClip
-from attnscale.errors import NotFollowedWarning, NotInsideWarning
+from attnscale import QKClip
+from attnscale.errors import NotInsideWarning
 
 from .clip_runs import Attention, Block, WrittenOut, data
 
@@ -82,36 +82,6 @@ def test_modules_that_run_in_turns_are_followed_at_every_step_and_that_is_told()
         found, is_inside = clipped(model, model, [(0, 1), (0, 1), (0, 2), (0, 1), (0, 2)] * 3)
     assert not is_inside
     assert [number for number, (over, done) in enumerate(found) if over != done] == [2, 4]
-
-
-def test_nothing_is_left_in_place_of_modules_that_were_looked_out_for():
-    model = towers()
-    clipped(model, model, [(0, 1)] * 3)
-    assert not [module for module in model.modules() if "LookedAt" in str(type(module).__mro__)]
-
-
-def test_a_monitor_inside_tells_of_a_module_that_begins_to_run_and_records_it():
-    torch._dynamo.reset()
-    model, records = towers(), []
-    run = torch.compile(model, backend="aot_eager")
-    monitor = Monitor(model, 1, None, [records.append])
-
-    def step(used):
-        model.used = used
-        run(data(0)).square().mean().backward()
-        monitor.step()
-
-    step((0, 1))
-    step((0, 1))
-    with pytest.warns(NotFollowedWarning, match=r"blocks\.2: it did not run when the model was traced"):
-        step((0, 1, 2))
-    step((0, 1, 2))
-    monitor.close()
-    assert set(records[-1].layers) == {f"blocks.{number}.attention" for number in range(3)}
-    with torch.no_grad(), attnscale.watch(model, rows=None) as seen:
-        model(data(0))
-    for name, layer in seen.layers.items():
-        assert records[-1].layers[name].numbers["max"] == pytest.approx(layer.stats.max.tolist(), rel=1e-4)
 
 
 class Again(Attention):

@@ -1,4 +1,4 @@
-"""Timings of attention: plain, with statistics, and with what people use today."""
+"""Time attention: plain, with statistics, and with common alternatives."""
 
 from attnscale.bench.costs import KINDS, Cost, cases, machine, measure_case, to_dict
 from attnscale.bench.dense import Case

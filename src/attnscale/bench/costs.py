@@ -1,10 +1,10 @@
-"""Costs of variants of attention, as multiples of plain SDPA.
+"""Measure the cost of variants of attention relative to plain SDPA.
 
-Machines are noisy, and a GPU's clock depends on the power of what ran just before. So each timing of a variant stands
-beside one of the fastest plain SDPA, before it and after it in turns, and a cost is the median of their ratios.
+Machines are noisy, and a GPU's clock depends on the power of the previous work. So each timing of a variant is paired
+with a timing of the fastest plain SDPA, alternately before and after it, and a cost is the median of the ratios.
 
-A step is timed as called from Python, and on a GPU also as a CUDA graph, which leaves out the host's time: in training
-the host runs ahead of the GPU, and its time matters only if it takes longer than the GPU.
+A step is timed as called from Python, and on a GPU also as a CUDA graph, which excludes the host's time. In training
+the host runs ahead of the GPU, so its time matters only if it exceeds the GPU's.
 """
 
 import platform
@@ -25,12 +25,12 @@ Step = Callable[[], None]
 Clock = Callable[[], float]  # milliseconds per step
 KINDS = {"dense": dense, "ragged": ragged}
 CALLS, GRAPH, HOST = "calls", "graph", "host"
-QUEUED = 50  # calls that fit into the GPU's queue
+QUEUED = 50  # number of calls that fit into the GPU's queue
 TIMED = 20.0  # milliseconds of steps in one timing on a GPU: long enough for the host to run ahead
-CAPTURED = 4.0  # milliseconds of steps in one graph: long against its launch, too short for the GPU's clock to change
-LONGEST_CAPTURED = 20.0  # milliseconds; a longer step hides the host's time anyway, and a graph holds its memory
+CAPTURED = 4.0  # milliseconds of steps in a graph; much longer than its launch, too short for a change of the clock
+LONGEST_CAPTURED = 20.0  # milliseconds; longer steps hide the host's time, and a graph would keep their memory
 ROUNDS = 9
-TRIALS = 3  # of each plain backend, to find the fastest
+TRIALS = 3  # timings of each plain backend, to find the fastest
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Cost:
 
     case: Case
     variant: str
-    calls: Timing  # called from Python
-    graph: Timing | None  # as a CUDA graph: the device's time alone; None if it was not captured
-    peak_bytes: int | None  # above the inputs; None on a CPU
-    host_microseconds: float | None = None  # of a call from Python; None on a CPU
+    calls: Timing  # steps called from Python
+    graph: Timing | None  # steps in a CUDA graph: time of the device; None if not captured
+    peak_bytes: int | None  # peak memory without the inputs; None on a CPU
+    host_microseconds: float | None = None  # host time per call; None on a CPU
 
 
 def cases(device: str, quick: bool = False, kind: str | None = None) -> list[Case]:
-    """Return the cases of a device, of one kind or of all: those of docs/speed.md, or one small case of each kind."""
+    """Return the cases of docs/speed.md for a device, of one kind or all; with `quick`, small cases."""
     return [case for name, each in KINDS.items() if kind in (None, name) for case in each.cases(device, quick)]
 
 
@@ -71,7 +71,7 @@ def measure_case(case: Case, device: str, progress: Callable[[str], None] = lamb
         except (RuntimeError, NotImplementedError, ValueError, ImportError):
             if name.startswith(OURS):
                 raise
-            continue  # a backend that does not take this case, or a matrix that does not fit
+            continue  # the backend does not support this case, or the matrix does not fit
         ways[name] = clocks(step, device)
     timed = {
         way: _compare({name: found[way] for name, found in ways.items() if way in found}) for way in (CALLS, GRAPH)
@@ -82,7 +82,7 @@ def measure_case(case: Case, device: str, progress: Callable[[str], None] = lamb
 
 
 def _compare(timers: dict[str, Clock]) -> dict[str, Timing]:
-    """Time every variant beside the plain backend that is fastest when timed this way."""
+    """Time every variant, paired with the fastest plain backend."""
     plain = [name for name in timers if name.startswith(PLAIN)]
     if not plain:
         return {}
@@ -104,7 +104,7 @@ def _compare(timers: dict[str, Clock]) -> dict[str, Timing]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Describe the machine that the timings come from."""
+    """Describe the machine for the timings."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -116,7 +116,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def to_dict(costs: Sequence[Cost], device: str) -> dict[str, Any]:
-    """Return the timings and the machine as JSON takes them."""
+    """Return the timings and the machine as a dict for JSON."""
     return {"machine": machine(device), "device": device, "costs": [asdict(cost) for cost in costs]}
 
 
@@ -140,7 +140,7 @@ def clocks(step: Step, device: str) -> dict[str, Clock]:
     """Return the clocks of a step: calls, and a CUDA graph if the step is short and can be captured."""
     if device == "cpu":
         return {CALLS: lambda: _wall(step)}
-    _events(step, 1)  # the first call after another kind of work is slower
+    _events(step, 1)  # warm up: the first call after other work is slower
     duration = _events(step, 1)
     found: dict[str, Clock] = {CALLS: lambda: _events(step, max(1, round(TIMED / duration))), HOST: lambda: _host(step)}
     steps = max(1, round(CAPTURED / duration))
@@ -152,16 +152,16 @@ def clocks(step: Step, device: str) -> dict[str, Clock]:
 
 
 def _captured(step: Step, steps: int) -> torch.cuda.CUDAGraph | None:
-    torch.cuda.init()  # or there is no generator yet
+    torch.cuda.init()  # creates the default generator
     graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
     numbers = generator.clone_state()
     try:
         with torch.cuda.graph(graph):
             for _ in range(steps):
                 step()
-    except RuntimeError:  # the step waits for the GPU
+    except RuntimeError:  # a step that synchronises with the GPU cannot be captured
         torch.cuda.synchronize()
-        generator.graphsafe_set_state(numbers)  # a failed capture leaves it waiting for its end
+        generator.graphsafe_set_state(numbers)  # a failed capture does not reset the generator
         return None
     return graph
 
@@ -173,7 +173,7 @@ def _wall(step: Step) -> float:
 
 
 def _host(step: Step) -> float:
-    """Time a call until it returns, on an idle GPU: the least of five rounds."""
+    """Time a call until it returns, on an idle GPU; the minimum of five rounds."""
 
     def repeat() -> None:
         for _ in range(QUEUED):

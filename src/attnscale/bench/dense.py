@@ -1,4 +1,4 @@
-"""Batches of sequences of one length: plain SDPA, attention with statistics, and eager code for the same."""
+"""Benchmark batches of equal lengths: plain SDPA, attention with statistics, and eager code with statistics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from attnscale.measure import ScoreStats, attention_with_stats
 from attnscale.measure.statistics import of_scores
 
 PLAIN, OURS = "plain SDPA", "attnscale"
-SAMPLED_ROWS = 64  # what watching and monitoring sample by default
+SAMPLED_ROWS = 64  # default of watching and monitoring
 BACKENDS = {
     "cpu": (SDPBackend.FLASH_ATTENTION,),
     "cuda": (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
@@ -23,7 +23,7 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One attention to time; key and value have kv_heads, which query heads share."""
+    """Attention to time; query heads share the kv_heads of key and value."""
 
     batch: int
     heads: int
@@ -35,7 +35,7 @@ class Case:
     backward: bool
     dtype: str
     kind: str = "dense"
-    lengths: tuple[int, ...] = ()  # of the sequences of a ragged batch, whose longest is q_len
+    lengths: tuple[int, ...] = ()  # sequence lengths of a ragged batch; the largest is q_len
 
 
 # Common shapes: long sequences, shared key heads, a very long one, GPT-2's shape, a length that fits no tile, other
@@ -51,14 +51,14 @@ H200 = (
     (32, 32, 8, 1, 8192, 128, "bfloat16"),
     (2, 8, 8, 2048, 2048, 64, "float32"),
 )
-TRAINED = [(4, 4096, 128)]  # batch, length and head dimension of those that are timed with a backward pass too
+TRAINED = [(4, 4096, 128)]  # (batch, length, head dimension) of shapes with a timed backward pass
 CPU = tuple((1, 8, 8, length, length, 64, "float32") for length in (512, 1024, 4096))
-FLEX = Case(4, 16, 16, 4096, 4096, 128, False, False, "bfloat16")  # compiling it takes longer than all timings
-LARGEST_MATRIX = 2**31  # scores of eager code, which forms half a dozen such matrices in float32
+FLEX = Case(4, 16, 16, 4096, 4096, 128, False, False, "bfloat16")  # one case: compiling is slow
+LARGEST_MATRIX = 2**31  # number of scores up to which eager code runs; it needs six float32 matrices of this size
 
 
 class Variant(NamedTuple):
-    """One way to compute a case, with its query, key and value."""
+    """Function for a case, with its query, key and value."""
 
     forward: Callable[..., Tensor]
     inputs: list[Tensor]
@@ -70,14 +70,14 @@ def backend_name(backend: SDPBackend) -> str:
 
 
 def cases(device: str, quick: bool) -> list[Case]:
-    """Return the cases of the table in docs/speed.md, or one that is just large enough for its ratios to last."""
+    """Return the cases of the table in docs/speed.md, or one case just large enough for reliable ratios."""
     if quick:
         shape = (1, 4, 4, 2048, 2048, 64) if device == "cpu" else (2, 16, 16, 4096, 4096, 128)
         return [Case(*shape, False, False, "float32" if device == "cpu" else "bfloat16")]
     return [
         Case(batch, heads, kv_heads, q_len, kv_len, head_dim, is_causal, backward, dtype)
         for batch, heads, kv_heads, q_len, kv_len, head_dim, dtype in (CPU if device == "cpu" else H200)
-        for is_causal in ((False, True) if q_len > 1 else (False,))  # one query alone would see one key
+        for is_causal in ((False, True) if q_len > 1 else (False,))  # a single causal query would see one key
         for backward in ((False, True) if (batch, q_len, head_dim) in TRAINED else (False,))
     ]
 
@@ -101,7 +101,7 @@ def _functions(case: Case, device: str) -> dict[str, Callable[..., Tensor]]:
     }
     others: dict[str, Callable[..., Tensor]] = {}
     whole = case.batch * case.heads * case.q_len * case.kv_len
-    if not case.backward and whole <= LARGEST_MATRIX:  # with a backward pass it does not fit
+    if not case.backward and whole <= LARGEST_MATRIX:  # the backward pass needs too much memory
         others["eager with statistics"] = partial(_eager, case.is_causal)
     if device == "cuda" and case == FLEX:
         others["FlexAttention, lse and max"] = _flex()
@@ -125,13 +125,13 @@ def _ours(case: Case, rows: int | None, query: Tensor, key: Tensor, value: Tenso
 
 
 def read(stats: ScoreStats) -> None:
-    """Read every statistic, as a tensor on the device, as eager code has them."""
+    """Compute every statistic as a tensor on the device, as eager code does."""
     for name in of_scores():
         getattr(stats, name)
 
 
 def _eager(is_causal: bool, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Form the full matrix, its softmax, and the same statistics by hand."""
+    """Compute the full matrix, its softmax, and the same statistics in eager code."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = (query @ key.mT).float() * query.shape[-1] ** -0.5

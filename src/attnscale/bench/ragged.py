@@ -1,6 +1,6 @@
-"""Batches of sequences of many lengths, packed, jagged or padded, beside a plain batch of as many tokens.
+"""Benchmark batches of different lengths, packed, jagged or padded, against a plain batch with as many tokens.
 
-The sequences of the plain batch are of a length that gives about as many scores too.
+The sequences of the plain batch have a length that gives about as many scores.
 """
 
 import math
@@ -18,11 +18,11 @@ from attnscale.operator import attention_varlen
 # Sequences, heads, length of the longest, head dimension: long documents, and GPT-2's shape.
 SHAPES = {"cuda": ((16, 16, 4096, 128), (64, 12, 1024, 64)), "cpu": ((8, 8, 512, 64),)}
 QUICK = {"cuda": (16, 16, 4096, 128), "cpu": (4, 4, 1024, 64)}
-SHORTEST = 16  # the longest sequence is this many times as long
+SHORTEST = 16  # ratio of the longest to the shortest sequence
 
 
 def cases(device: str, quick: bool) -> list[Case]:
-    """Return cases whose lengths are spread evenly."""
+    """Return cases with evenly spaced lengths."""
     dtype = "float32" if device == "cpu" else "bfloat16"
     return [
         Case(
@@ -38,7 +38,7 @@ def _lengths(count: int, longest: int) -> tuple[int, ...]:
 
 
 def variants(case: Case, device: str) -> dict[str, Variant]:
-    """Return the variants of a case by name, on packed tokens or on those of a plain batch."""
+    """Return the variants of a case by name, for packed tokens or a plain batch."""
     draw = partial(torch.randn, device=device, dtype=getattr(torch, case.dtype), requires_grad=case.backward)
     total, scores = sum(case.lengths), sum(length**2 for length in case.lengths)
     alike = round(scores / total)
@@ -70,7 +70,7 @@ def _of_nested(case: Case, device: str) -> Mapping[str, Callable[..., Tensor]]:
     ours = {
         f"{OURS}, jagged, every row": partial(_jagged_with_stats, case, None),
         f"{OURS}, jagged, {SAMPLED_ROWS} rows": partial(_jagged_with_stats, case, SAMPLED_ROWS),
-    }  # on a CPU, torch's SDPA of nested tensors takes 14 times as long
+    }  # not on a CPU, where torch's SDPA of nested tensors is 14 times slower
     return ours | ({"torch's SDPA, jagged": partial(_jagged, case)} if device == "cuda" else {})
 
 
@@ -104,7 +104,7 @@ def _varlen_attn(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: 
 
     window = (-1, 0) if case.is_causal else (-1, -1)
     output = varlen_attn(query, key, value, starts, starts, case.q_len, case.q_len, window_size=window)
-    assert isinstance(output, Tensor)  # it returns a tuple only with lse
+    assert isinstance(output, Tensor)  # varlen_attn returns a tuple only with lse
     return output
 
 
@@ -120,7 +120,7 @@ def _mask(case: Case, device: str) -> Tensor:
 
 
 def _nested(starts: Tensor, packed: list[Tensor]) -> list[Tensor]:
-    """Make nested tensors as a model's projections do: with the same offsets, and heads before lengths."""
+    """Return nested tensors with shared offsets and heads before lengths, as from a model's projections."""
     offsets = starts.long()
     found = [torch.nested.nested_tensor_from_jagged(each.detach(), offsets).transpose(1, 2) for each in packed]
     return [made.requires_grad_(each.requires_grad) for made, each in zip(found, packed, strict=True)]

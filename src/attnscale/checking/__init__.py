@@ -1,4 +1,4 @@
-"""The work of `attnscale check`: load a model, watch one forward pass, diagnose."""
+"""`attnscale check`: load a model, watch a forward pass, and diagnose it."""
 
 from attnscale.checking.checked import Checked, Line, check_model
 from attnscale.diagnose.finding import Group

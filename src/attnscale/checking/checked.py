@@ -1,4 +1,4 @@
-"""The work of `attnscale check`: load, watch, diagnose; text, JSON and HTML render the one object it returns."""
+"""`attnscale check`: load a model, watch it and diagnose it; text, JSON and HTML render the same result object."""
 
 import math
 import warnings
@@ -20,34 +20,34 @@ from attnscale.measure.statistics import Place, in_place
 from attnscale.plain import counted, plain, readable
 from attnscale.watching import Layer
 
-WHAT_IF_ROWS = 256  # per head and candidate: enough for a table, quick at any length
+WHAT_IF_ROWS = 256  # rows per head and candidate; enough for a table, and fast at any length
 MEANINGS = {
     "sharp": "a few keys take most of the weight",
     "diluted": "the weights of a row are nearly equal, as small initial projections leave them",
     "uncertain": "too few rows were sampled for a verdict; sample more (--rows)",
 }
 NORMAL_IF_TRAINED = "sharp"
-# Shares of unknown tokens: above the first it is noted, above the second the scores of a trained model are not judged.
+# Shares of unknown tokens. Above the first, a note is added; above the second, a trained model's scores are not judged.
 NOTED_UNKNOWN, MAX_UNKNOWN = 0.05, 0.30
 
 
 @dataclass(frozen=True)
 class Line:
-    """One layer of the table, as the mean of its heads; NaN without a finite value."""
+    """One layer of the table: means over its heads, NaN without a finite value."""
 
     name: str
     heads: int
     head_dim: int
-    statistics: Mapping[str, float]  # those of Place.CHECK
-    errors: Mapping[str, float]  # their standard errors, if rows were sampled
-    spread_expected: float  # of independent queries and keys of these norms, multiplied by the expected scale
+    statistics: Mapping[str, float]  # statistics of Place.CHECK
+    errors: Mapping[str, float]  # standard errors, if rows were sampled
+    spread_expected: float  # spread of independent queries and keys with these norms at the expected scale
     scale_applied: float
     scale_expected: float
     verdict: str  # the code of the worst warning or error in the layer, else the state of its heads
-    verdict_text: str  # for people: with the heads it is about, and `healthy` where it is normal
+    verdict_text: str  # verdict with the number of its heads; `healthy` if sharp heads are normal
     heads_by_verdict: Mapping[str, int]
-    severity: str | None  # of the worst finding in the layer
-    code: str | None  # of that finding
+    severity: str | None  # severity of the worst finding in the layer
+    code: str | None  # code of the worst finding
 
     @property
     def spread(self) -> float:
@@ -55,14 +55,14 @@ class Line:
         return self.statistics["spread"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the line as one flat table of plain values."""
+        """Return the line as a flat dict of plain values."""
         flat = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "statistics"}
         flat |= {"errors": dict(self.errors), "heads_by_verdict": dict(self.heads_by_verdict)}
         return flat | dict(self.statistics)
 
 
 def line_of(layer: Layer, findings: list[Finding], trained: bool = False) -> Line:
-    """Return the line of a layer; `findings` are those about it, `trained` says of its model."""
+    """Return the line of a layer; `findings` are those about the layer, `trained` is True for a trained model."""
     worst = max(findings, key=lambda finding: severity_rank(finding.severity), default=None)
     shown = in_place(Place.CHECK)
     norms = float((layer.query_norm.double() * layer.key_norm.double()).nanmean())
@@ -85,19 +85,19 @@ def line_of(layer: Layer, findings: list[Finding], trained: bool = False) -> Lin
 
 @dataclass(frozen=True)
 class Checked:
-    """A model, the input it was run on, and the audit of that run."""
+    """A model with its input, and the audit of its run."""
 
     title: str
-    fed: str  # a description of the input
+    fed: str  # description of the input
     device: str
-    rows: int | None  # sampled per head; None: all
+    rows: int | None  # sampled rows per head; None: all
     notes: tuple[str, ...]
     audit: Audit
-    asked: str | None = None  # the layer that --what-if names
+    asked: str | None = None  # layer named by --what-if
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """The lines of the table, one per layer, in the order they ran."""
+        """Lines of the table, one per layer, in execution order."""
         findings = self.audit.findings
         return tuple(
             line_of(layer, [finding for finding in findings if finding.layer == name], self.audit.trained)
@@ -106,12 +106,12 @@ class Checked:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """Findings grouped by their message, the worst first."""
+        """Findings grouped by code and severity, worst first."""
         return grouped(self.audit.findings)
 
     @property
     def footnotes(self) -> dict[str, str]:
-        """Meanings of the verdicts in the table that are neither `healthy` nor a finding."""
+        """Meanings of the verdicts in the table, without `healthy` and codes of findings."""
         words = {line.verdict for line in self.lines}
         found = {word: meaning for word, meaning in MEANINGS.items() if word in words}
         if self.audit.trained and NORMAL_IF_TRAINED in found:
@@ -125,7 +125,7 @@ class Checked:
 
     @cached_property
     def focus(self) -> str | None:
-        """The layer to try other scales on: the one named, else the worst, else the one of the widest spread."""
+        """Layer for the what-if table: the requested layer, else the worst one, else that of the largest spread."""
         if self.asked is not None:
             return self.asked
         finite = [line for line in self.lines if math.isfinite(line.spread) and math.isfinite(line.scale_applied)]
@@ -138,12 +138,12 @@ class Checked:
 
     @cached_property
     def what_if(self) -> WhatIf | None:
-        """The effect of every rule on the layer in focus."""
+        """Effect of every rule on the layer in focus."""
         return None if self.focus is None else self.audit.what_if(self.focus, rows=WHAT_IF_ROWS)
 
     @property
     def conclusion(self) -> str:
-        """The verdict in one sentence."""
+        """Verdict in one sentence."""
         if not self.lines:
             return NOTHING_READ
         counts = Counter(finding.severity for finding in self.audit.findings)
@@ -174,7 +174,7 @@ class Checked:
         return f"{start}: {layers} {state}; scores spread by {' to '.join(ends)}{extra}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON takes it: None for a number that is not finite."""
+        """Return a dict for JSON, with None for NaN and infinite numbers."""
         audit = self.audit.to_dict()
         rows = None if self.asked is None or self.what_if is None else self.what_if.to_dict()["rows"]
         found: dict[str, Any] = plain(
@@ -194,17 +194,17 @@ class Checked:
 
 
 def check_model(request: Request, rows: int | None = None, what_if: str | None = None) -> Checked:
-    """Check the requested model on `rows` rows per head, all if None; `what_if` names a layer to try rules on."""
+    """Check the requested model with `rows` rows per head (None: all); `what_if` names a layer to try rules on."""
     return check_loaded(request, rows, what_if)[0]
 
 
 def check_loaded(request: Request, rows: int | None = None, what_if: str | None = None) -> tuple[Checked, Loaded]:
-    """Check the requested model, and return it with its inputs too, to run it again."""
+    """Check the requested model; return also the loaded model and its inputs, to run it again."""
     if request.download:
         download(request)
     with offline(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", message="Saw no attention")  # the result itself says so
+        warnings.filterwarnings("ignore", message="Saw no attention")  # the result shows it
         loaded = load_model(request)
         request.report("running the model")
         unknown, reason, notes = loaded.unknown_share, "", list(loaded.notes)
@@ -217,10 +217,10 @@ def check_loaded(request: Request, rows: int | None = None, what_if: str | None 
         with quiet(), as_model_error(f"run {loaded.title} on {loaded.input_description}"):
             audit = audited(loaded.model, loaded.args, loaded.kwargs, rows=rows, unlike=reason)
         request.report("diagnosing")
-        # Warnings of a model's own code are not about its attention; where none was seen, the audit itself says so.
+        # Only attnscale's own warnings become notes; without any layer, the audit itself reports the problem.
         own = [each.message for each in caught if issubclass(each.category, NotFollowedWarning) and audit.layers]
         notes += [f"{' '.join(str(message).split()).rstrip('.')}." for message in own]
         checked = Checked(loaded.title, loaded.input_description, request.device, rows, tuple(notes), audit, what_if)
         if what_if is not None:
-            _ = checked.what_if  # an unknown layer is an error here and not when results are shown
+            _ = checked.what_if  # raises the error for an unknown layer now, before results are shown
         return checked, loaded

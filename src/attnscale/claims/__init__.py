@@ -1,4 +1,4 @@
-"""Claims of four articles on attention scaling, recomputed and judged."""
+"""Recompute and judge the claims of four articles on attention scaling."""
 
 from attnscale.claims.judging import VERDICTS, Claim
 from attnscale.claims.ledger import INDEX, SOURCES, Worked, changed, ledger, record

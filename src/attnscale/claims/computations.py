@@ -26,26 +26,26 @@ from attnscale.reference import Array, RowStatistics, row_statistics
 from attnscale.theory import regime, saturation_point
 from attnscale.theory.limits import SATURATED_TOP1
 
-DIM = 64  # head dimension of the sources' examples, and of GPT-2
-KEYS = 1024  # GPT-2's context
+DIM = 64  # head dimension in the articles' examples, and in GPT-2
+KEYS = 1024  # context of GPT-2
 DIMS = (16, 32, 64, 128, 256, 512)
-SPREAD = math.sqrt(DIM)  # of unscaled scores
-TINY_GAIN = 1 - SATURATED_TOP1**2  # the most that 1 − Σp² can be once one weight has reached 0.99
+SPREAD = math.sqrt(DIM)  # spread of unscaled scores
+TINY_GAIN = 1 - SATURATED_TOP1**2  # largest possible 1 − Σp² when one weight is 0.99
 NEAR_ONE = 0.05  # a spread within this of one counts as one
-PAIRS = 2**14  # drawn pairs of q and k, for a variance within about 2%
-ERRORS = 4.0  # standard errors: one sample in 16,000 is further off
-ROWS = 1000  # of drawn scores, each with keys of its own
-SEEDS = 8  # of the gradients that are compared
-SIGN_PAIRS = 8192  # average products of signs within 0.05
+PAIRS = 2**14  # random pairs of q and k; the variance has an error of about 2%
+ERRORS = 4.0  # tolerance in standard errors; one sample in 16,000 exceeds it by chance
+ROWS = 1000  # rows of random scores, each with its own keys
+SEEDS = 8  # seeds for comparing gradients
+SIGN_PAIRS = 8192  # random pairs; averages of their products have an error below 0.05
 SAMPLED_ROWS = 2000
-D_MODEL, HEADS = 768, 12  # GPT-2's
+D_MODEL, HEADS = 768, 12  # shape of GPT-2
 TASK = TASKS["easy recall"]
 HEAD_DIMS = (4, 32, 256)
 STEPS, RATE, RUNS = 80, 0.005, 8
-HOT = 100  # times that rate
-LEARNED = 0.1  # nats below guessing
-DEEP, WIDE, DRAWN = 8, 256, 4  # layers and d_k of the models whose gradients are measured, and how many there are
-TEXT = math.log(256)  # nats, for guessing a byte
+HOT = 100  # multiple of RATE that is too high
+LEARNED = 0.1  # a model has learned if its loss is this many nats below guessing
+DEEP, WIDE, DRAWN = 8, 256, 5  # layers, d_k and number of the models for measuring gradients
+TEXT = math.log(256)  # loss of guessing a byte, in nats
 # Two distributions of mean 0 and variance 1, as lists of equally likely values.
 SIGNS = (-1.0, 1.0)
 SKEWED = (2.0, -0.5, -0.5, -0.5, -0.5)
@@ -56,9 +56,9 @@ SKEWED = (2.0, -0.5, -0.5, -0.5, -0.5)
 
 @cache
 def _score_distribution(values: Sequence[float], dim: int) -> tuple[Array, Array]:
-    """Return the possible values of q·k, for components from `values`, and their probabilities.
+    """Return the possible values of q·k for components from `values`, and their probabilities.
 
-    Products lie on a grid of quarters, and the distribution of their sum is theirs convolved dim times.
+    Products are multiples of a quarter, so the distribution of their sum is a repeated convolution.
     """
     products = np.rint(4 * np.multiply.outer(values, values)).astype(int).ravel()
     low = int(products.min())
@@ -82,13 +82,13 @@ def enumerated_variance(values: Sequence[float], dim: int) -> float:
 
 
 def enumerated_is_dim() -> bool:
-    """Return True if Var(q·k) over every pair of vectors of two distributions is d_k at every width."""
+    """Return True if the exact Var(q·k) is d_k at every width, for both distributions."""
     cases = ((values, dim) for values in (SIGNS, SKEWED) for dim in DIMS)
     return all(math.isclose(enumerated_variance(values, dim), dim, rel_tol=1e-9) for values, dim in cases)
 
 
 def products(values: Sequence[float], dim: int) -> Array:
-    """Return every q_i k_i of every pair of vectors with components from `values`: (pairs, dim)."""
+    """Return the products q_i k_i for all pairs of vectors with components from `values`: (pairs, dim)."""
     vectors = np.array(list(itertools.product(values, repeat=dim)))
     return np.asarray((vectors[:, None] * vectors[None]).reshape(-1, dim))
 
@@ -101,17 +101,17 @@ def average_terms(dim: int) -> Array:
 
 @cache
 def sampled_terms(dim: int) -> Array:
-    """Return the same averages over drawn pairs, for a dim with too many pairs to enumerate."""
+    """Return the averages of average_terms() over random pairs, if there are too many pairs to enumerate."""
     query, key = np.random.default_rng(0).choice(SIGNS, (2, SIGN_PAIRS, dim))
     return np.asarray((query * key).T @ (query * key) / SIGN_PAIRS)
 
 
-# Drawn scores
+# Random scores
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Variance of drawn scores, with its standard error."""
+    """Variance of random scores, with its standard error."""
 
     variance: float
     error: float
@@ -125,19 +125,19 @@ class Spread:
         """Format the standard deviation, followed by its 95% margin."""
         return f"{self.std:{form}} ± {1.96 * self.error / (2 * self.std):.1g}"
 
-    def is_(self, variance: float) -> bool:
+    def agrees_with(self, variance: float) -> bool:
         """Return True if the sample could come from a distribution of this variance."""
         return abs(self.variance - variance) < ERRORS * self.error
 
     def over(self, divisor: float) -> "Spread":
-        """Return the spread of the scores divided by this."""
+        """Return the spread of the scores divided by `divisor`."""
         return Spread(self.variance / divisor**2, self.error / divisor**2)
 
 
 @cache
 def drawn_spread(dim: int, shift: float = 0.0) -> Spread:
-    """Return the spread of q·k for independent standard normal vectors, each component moved by `shift`."""
-    rng, scores, parts = np.random.default_rng(dim), [], max(1, PAIRS * dim // 2**21)  # parts that fit a cache
+    """Return the spread of q·k for independent standard normal vectors with `shift` added to each component."""
+    rng, scores, parts = np.random.default_rng(dim), [], max(1, PAIRS * dim // 2**21)  # parts that fit into the cache
     for _ in range(parts):
         query, key = rng.standard_normal((2, PAIRS // parts, dim), dtype=np.float32) + np.float32(shift)
         scores.append(np.einsum("ij,ij->i", query, key, dtype=np.float64))
@@ -155,7 +155,7 @@ def drawn_scores(dim: int) -> Array:
 
 @cache
 def drawn_rows(dim: int, divisor: float = 1.0, keys: int = KEYS) -> RowStatistics:
-    """Return the statistics of softmax over these scores, divided by this, for the first so many keys."""
+    """Return the statistics of softmax over the first `keys` drawn scores, divided by `divisor`."""
     return row_statistics(drawn_scores(dim)[:, :keys] / divisor)
 
 
@@ -166,13 +166,13 @@ def sampled_rows(spread: float) -> RowStatistics:
 
 
 def leading_row(keys: int) -> RowStatistics:
-    """Return the statistics of a row whose first key has a weight of 0.99, the others sharing the rest evenly."""
+    """Return the statistics of a row with a weight of 0.99 on the first key and equal weights on the others."""
     return row_statistics([saturation_point(keys)] + [0.0] * (keys - 1))
 
 
 @dataclass(frozen=True)
 class WithoutScale:
-    """Gradients without a scale over those with 1/√d_k, and the share of the half of the queries that gets least."""
+    """Ratio of gradients without a scale to those with 1/√d_k, and the gradient share of the lower half of queries."""
 
     on_scores: Band  # median row
     on_query: Band  # median query
@@ -182,7 +182,7 @@ class WithoutScale:
 
 @cache
 def gradient_without_scale(dim: int, keys: int) -> WithoutScale:
-    """Compare gradients for random q, k, v and a random gradient at the output, as `attnscale lab divisors` does."""
+    """Compare gradients for random q, k, v and output gradients, as `attnscale lab divisors` does."""
     settings: Settings = {"part": divisors.SHAPES, "head_dim": dim, "keys": keys}
     cells = {
         divisor: [run_cell(Cell("divisors", 2, {**settings, "divisor": divisor, "seed": seed})).outcome
@@ -192,10 +192,10 @@ def gradient_without_scale(dim: int, keys: int) -> WithoutScale:
     return WithoutScale(*map(band, divisors.without_over_with(cells).values()))
 
 
-# Heads as modules initialise them
+# Heads at the initialisation of real modules
 
 
-WEIGHTS: dict[str, Callable[[], Sequence[Tensor]]] = {  # of query and key
+WEIGHTS: dict[str, Callable[[], Sequence[Tensor]]] = {  # query and key weights by initialisation
     "GPT-2": lambda: [torch.randn(D_MODEL, D_MODEL) * 0.02 for _ in range(2)],
     # query weights of variance 1/(d_model · d_kv), key weights of 1/d_model
     "T5": lambda: [torch.randn(D_MODEL, D_MODEL) * (D_MODEL * size) ** -0.5 for size in (D_MODEL // HEADS, 1)],
@@ -207,7 +207,7 @@ WEIGHTS: dict[str, Callable[[], Sequence[Tensor]]] = {  # of query and key
 
 @cache
 def heads(initialisation: str) -> tuple[Array, Array]:
-    """Return queries and keys of 12 heads of 64, projected from normalised inputs by freshly drawn weights."""
+    """Return queries and keys of 12 heads of 64, projected from normalised inputs by newly initialised weights."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         x = F.layer_norm(torch.randn(KEYS, D_MODEL), (D_MODEL,))
@@ -228,7 +228,7 @@ def head_spread(initialisation: str) -> Band:
 
 
 def t5_spread() -> float:
-    """Return the spread of T5's scores at initialisation, with its own multiplier."""
+    """Return the spread of T5's scores at initialisation, with T5's multiplier."""
     return T5.multiplier * head_spread("T5").mean
 
 
@@ -242,7 +242,7 @@ def layer_norm(x: Array) -> Array:
 
 @cache
 def final_losses(head_dim: int, scale: str, rate: float, steps: int) -> list[float]:
-    """Train small models to recall pairs, with one of SCALES, and return the loss on unseen sequences of each seed."""
+    """Train small models to recall pairs, with one of SCALES; return the validation loss for each seed."""
     losses = []
     for seed in range(RUNS):
         model = seeded_model(TASK.vocabulary, seed, d_model=32, heads=1, head_dim=head_dim, scale=SCALES[scale])
@@ -252,31 +252,31 @@ def final_losses(head_dim: int, scale: str, rate: float, steps: int) -> list[flo
 
 
 def final_loss(head_dim: int, scale: str = "1/√d_k", rate: float = RATE) -> Band:
-    """Return the loss of such models over seeds."""
+    """Return the validation loss of small models over seeds."""
     return band(final_losses(head_dim, scale, rate, STEPS))
 
 
 def extra_loss(head_dim: int, scale: str) -> Band:
-    """Return how much more a scale loses than 1/√d_k after twice the steps, paired by seed."""
+    """Return the loss of a scale minus that of 1/√d_k after twice the steps, paired by seed."""
     pairs = zip(*(final_losses(head_dim, each, RATE, 2 * STEPS) for each in (scale, "1/√d_k")), strict=True)
     return band(own - root for own, root in pairs)
 
 
 def has_learned(loss: Band) -> bool:
-    """Return True if a loss is a number below that of guessing."""
+    """Return True if a loss is finite and clearly below that of guessing."""
     return loss.high < TASK.chance - LEARNED
 
 
 @cache
 def bundled(scale: str) -> Band:
-    """Return the loss of the bundled model, trained with 1/√d_k, under one of SCALES, over parts of held-out text."""
+    """Return the loss of the bundled model, trained with 1/√d_k, on held-out text with one of SCALES."""
     with one_thread():
         return band(bundled_loss(scale, part) for part in range(PARTS))
 
 
 @cache
 def bundled_scores() -> dict[str, float]:
-    """Return spread and largest score of the bundled model on held-out text."""
+    """Return the spread and the largest score of the bundled model on held-out text."""
     model, _ = load_bundled()
     with one_thread():
         return score_summary(model, Characters(model.context), size=1)
@@ -284,13 +284,13 @@ def bundled_scores() -> dict[str, float]:
 
 @cache
 def gradients(scale: str) -> dict[str, Band]:
-    """Measure the gradient on W_q of deep models with wide heads before training, as the lab does."""
+    """Measure the gradient on W_q of deep models with wide heads before training, as in the lab."""
     settings: Settings = {"part": MODEL, "layers": DEEP, "head_dim": WIDE, "scale": scale}
     found = [run_cell(Cell("gradients", 5, {**settings, "seed": seed})).outcome for seed in range(DRAWN)]
     return {name: band(each[name] for each in found) for name in ("first_query", "backwards")}
 
 
-# Evidence that several articles need
+# Evidence shared by several articles
 
 
 def mostly_one_hot() -> Evidence:
@@ -300,9 +300,9 @@ def mostly_one_hot() -> Evidence:
 
 
 def unit_spread_at_start() -> Evidence:
-    """Test if scores of drawn vectors, divided by √d_k, have a spread of one at every width."""
+    """Test if random scores, divided by √d_k, have a spread of one at every width."""
     spreads = {dim: drawn_spread(dim).over(math.sqrt(dim)) for dim in DIMS}
-    holds = all(found.is_(1.0) and regime(found.std, KEYS) == "healthy" for found in spreads.values())
+    holds = all(found.agrees_with(1.0) and regime(found.std, KEYS) == "healthy" for found in spreads.values())
     ends = f"{spreads[DIMS[0]]:.2f} at d_k = {DIMS[0]}, {spreads[DIMS[-1]]:.2f} at {DIMS[-1]}"
     return Evidence(holds, f"drawn: spread {ends}")
 

@@ -1,6 +1,6 @@
 """Claims of the forum discussion that relates 1/√d_k to initialisation.
 
-Two of its statements, on what every other text says, cannot be tested here and are left out.
+Two statements about all other texts cannot be tested here, and are omitted.
 """
 
 import math
@@ -22,13 +22,13 @@ SOURCE = Source(
 )
 
 LOGITS = np.array([-20.0, 3.0, 25.0, -15.0])
-EASILY = 0.5  # more often than not
+EASILY = 0.5  # smallest probability that counts as easily
 MODERN = 2021  # the year after GPT-3, whose largest heads have 128 dimensions
 EXTREMELY_SMALL = 1e-6
 
 
 def _unscaled_float16() -> np.ndarray[tuple[int, ...], np.dtype[np.float16]]:
-    """Return a row of unscaled scores at d_k = 64, in the lowest precision that attention is computed in."""
+    """Return a row of unscaled scores at d_k = 64 in float16, the lowest precision of attention."""
     return (SPREAD * np.random.default_rng(0).standard_normal(KEYS)).astype(np.float16)
 
 
@@ -56,7 +56,7 @@ def _stable_without_scale() -> Evidence:
 def _root_dim() -> Evidence:
     spreads = {dim: compute.drawn_spread(dim) for dim in DIMS}
     shown = f"drawn: std {spreads[DIM]:.2f} at d_k = {DIM}, {spreads[DIMS[-1]]:.1f} at {DIMS[-1]}"
-    return Evidence(all(found.is_(dim) for dim, found in spreads.items()), shown)
+    return Evidence(all(found.agrees_with(dim) for dim, found in spreads.items()), shown)
 
 
 def _typical_dim(since: int, before: int) -> Evidence:

@@ -1,4 +1,4 @@
-"""Statement, computation and judgement of a claim: a number by its printed digits, a statement by its evidence."""
+"""Judge claims: a number by its printed digits, a statement by evidence."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,17 +11,17 @@ from attnscale.reference import Array
 
 ARITHMETIC, STATEMENT = "arithmetic", "statement"
 CONFIRMED, QUALIFIED, REFUTED = VERDICTS = ("confirmed", "qualified", "refuted")
-FLOAT_SLACK = 1 + 1e-9  # half a unit is often no binary fraction: 0.2 − 0.15 is slightly more than 0.05
-FACTOR = 2.0  # a wrong number off by more is reported as a factor, otherwise as a difference
+FLOAT_SLACK = 1 + 1e-9  # decimal fractions are inexact: 0.2 − 0.15 is slightly more than 0.05
+FACTOR = 2.0  # larger errors are reported as a factor, smaller ones as a difference
 EXACT_INTEGERS = 2**53  # float64 represents all integers up to here
-EXTRA_DIGITS = 2  # that a recomputed number shows beyond those of the claimed one
+EXTRA_DIGITS = 2  # digits of a recomputed number beyond those of the claimed one
 
 Value = str | int | float | list[int | float]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Result of a computation: if it supports the statement, and the numbers that say so."""
+    """Result of a computation: support for a statement, True or False, and the numbers."""
 
     holds: bool
     shown: str
@@ -29,9 +29,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Limit:
-    """The condition that a statement needs, and a case without it.
+    """Condition under which a statement holds, and a case without it.
 
-    `is_stated`: the source states the condition itself, so the statement is confirmed as it was made.
+    `is_stated`: the source states the condition itself, so the statement counts as confirmed.
     """
 
     condition: str
@@ -44,7 +44,7 @@ class Limit:
 class Entry:
     """A claim with its computation, which returns numbers for a claimed number and Evidence for a statement.
 
-    A number is claimed as printed, so that its digits say how precise it is meant; spaces separate a vector's entries.
+    A claimed number is text, because its printed digits define its precision; spaces separate the entries of a vector.
     """
 
     id: str
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Source:
-    """One of the texts whose claims are judged."""
+    """Article with claims to judge."""
 
     name: str
     title: str
@@ -67,17 +67,17 @@ class Source:
     sections: list[str] = field(default_factory=lambda: [""])
 
     def section(self, heading: str) -> None:
-        """Say which section of the text the following claims stand in."""
+        """Set the section of the article for the claims that follow."""
         self.sections.append(heading)
 
     def numbers(self, *rows: tuple[Any, ...]) -> None:
-        """Add claimed numbers: id, claim, the number as printed, its computation, and a remark if there is one."""
+        """Add claimed numbers as rows of id, claim, printed number, computation, and optionally a remark."""
         self.entries.extend(replace(Entry(*row), section=self.sections[-1]) for row in rows)
 
     def claim(
         self, id_: str, claim: str, claimed: str, *, limit: Limit | None = None, remark: str = ""
     ) -> Callable[[Callable[[], Evidence]], Callable[[], Evidence]]:
-        """Add a statement, with the decorated function as its evidence."""
+        """Add a statement; the decorated function returns its evidence."""
 
         def add(evidence: Callable[[], Evidence]) -> Callable[[], Evidence]:
             self.entries.append(Entry(id_, claim, claimed, evidence, remark, limit, self.sections[-1]))
@@ -88,12 +88,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Claim:
-    """A judged claim, one line of the ledger."""
+    """Judged claim, one line of the ledger."""
 
     id: str
     source: str
     section: str
-    kind: str  # ARITHMETIC: a number that needs no data, no draw and no model; or STATEMENT
+    kind: str  # ARITHMETIC for a number that needs no data, random draw or model; else STATEMENT
     claim: str
     claimed: Value
     computed: Value
@@ -149,7 +149,7 @@ def _judge_statement(entry: Entry, found: Evidence) -> tuple[Value, Value, str, 
 
 
 def _difference(claimed: Array, computed: Array, rounding: float) -> str:
-    """Say by how much a claimed number is wrong, and if claimed weights do not sum to one."""
+    """Describe the error of a claimed number, and report claimed weights that do not sum to one."""
     if claimed.size > 1:
         are_weights = np.isclose(computed.sum(), 1.0) and (computed >= 0).all()
         is_off = are_weights and abs(claimed.sum() - 1.0) > rounding

@@ -1,6 +1,6 @@
-"""The ledger: every number and testable statement of four articles, recomputed; and a command for each exercise.
+"""The ledger: all numbers and testable statements of four articles, recomputed; and a command for each exercise.
 
-A statement of several articles is entered once, under the article that puts it most strongly.
+A statement of several articles has one entry, under the article with the strongest wording.
 """
 
 import json
@@ -22,10 +22,10 @@ SOURCES = (post.SOURCE, tutorial.SOURCE, textbook.SOURCE, discussion.SOURCE)
 
 
 def ledger(ids: Sequence[str] = ()) -> list[Claim]:
-    """Judge every claim, source by source, or only those with these ids."""
-    known = {entry.id for source in SOURCES for entry in source.entries}
-    if unknown := [name for name in ids if name not in known]:
-        close = get_close_matches(unknown[0], known, n=3)
+    """Judge all claims, grouped by source, or only those with these ids."""
+    all_ids = {entry.id for source in SOURCES for entry in source.entries}
+    if unknown := [name for name in ids if name not in all_ids]:
+        close = get_close_matches(unknown[0], all_ids, n=3)
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
         raise SettingError(f"Unknown claim {unknown[0]!r}.{meant} Run 'attnscale claims --json' to see all ids.")
     return [
@@ -35,13 +35,13 @@ def ledger(ids: Sequence[str] = ()) -> list[Claim]:
 
 
 def recorded() -> dict[str, str]:
-    """Return the verdicts as last recorded, by id."""
+    """Return the recorded verdicts by id."""
     verdicts: dict[str, str] = json.loads((files("attnscale.claims") / RECORDED).read_text(encoding="utf-8"))
     return verdicts
 
 
 def changed(claims: Iterable[Claim], whole: bool = True) -> list[str]:
-    """Describe each claim whose verdict is not the recorded one, or that is new or, from a whole ledger, gone."""
+    """Describe claims with a changed verdict, new claims and, for a whole ledger, removed claims."""
     before, now = recorded(), {claim.id: claim.verdict for claim in claims}
     before = before if whole else {name: verdict for name, verdict in before.items() if name in now}
     sentences = []
@@ -55,16 +55,16 @@ def changed(claims: Iterable[Claim], whole: bool = True) -> list[str]:
     return sentences
 
 
-def record(claims: Iterable[Claim], path: Path | str | None = None) -> None:
-    """Write the verdicts to a file, by default the one that changed() reads."""
+def record(claims: Iterable[Claim]) -> None:
+    """Write the verdicts to the file that changed() reads."""
     verdicts = {claim.id: claim.verdict for claim in claims}
     text = json.dumps(verdicts, indent=1, sort_keys=True, ensure_ascii=False)
-    write_whole(Path(str(files("attnscale.claims") / RECORDED)) if path is None else Path(path), text + "\n")
+    write_whole(Path(str(files("attnscale.claims") / RECORDED)), text + "\n")
 
 
 @dataclass(frozen=True)
 class Worked:
-    """An exercise, listing or worked example of an article, and the command that does it."""
+    """Exercise, listing or worked example of an article, and the command that reproduces it."""
 
     source: str
     kind: str

@@ -33,12 +33,12 @@ from attnscale.theory.limits import SATURATED_TOP1
 
 SOURCE = Source("post", "Stabilizing Attention Scores in Transformers", "blog post")
 
-WIDE_DIM = 1024  # much larger than any head, so that small scores are as small as they can be
-FOCUS_LOST = 10  # a weight this many times smaller means that focus is lost
-NEARLY_UNIFORM = 0.99  # of ln n
-MANY = 5  # models
-GROWS = 3.0  # times from the last layer to the first: the gradient explodes
-VANISHES = 0.1  # times: the gradient vanishes
+WIDE_DIM = 1024  # larger than any published head, so scores divided by d_k are very small
+FOCUS_LOST = 10  # focus is lost if the weight is smaller by this factor
+NEARLY_UNIFORM = 0.99  # entropy / ln n of nearly uniform weights
+MANY = 5  # number of models that counts as many
+GROWS = 3.0  # a gradient that grows by this factor from the last layer to the first explodes
+VANISHES = 0.1  # a gradient that falls by this factor vanishes
 
 
 SOURCE.section("1. Variance of Dot Product")
@@ -51,7 +51,7 @@ SOURCE.section("1. Variance of Dot Product")
 def _variance_is_dim() -> Evidence:
     drawn, exact = compute.drawn_spread(DIM), compute.enumerated_variance(SIGNS, DIM)
     shown = f"{exact:g} over every pair of signs at d_k = {DIM}; spread {drawn:.2f} drawn"
-    return Evidence(compute.enumerated_is_dim() and drawn.is_(DIM), shown)
+    return Evidence(compute.enumerated_is_dim() and drawn.agrees_with(DIM), shown)
 
 
 def _after_initialisation() -> Evidence:
@@ -121,7 +121,7 @@ SOURCE.section("3. Why Not d_k?")
 @SOURCE.claim("inverse-dim-variance", "Dividing by d_k leaves scores a variance of 1/d_k.", "1/d_k")
 def _inverse_dim_variance() -> Evidence:
     spreads = {dim: compute.drawn_spread(dim).over(dim) for dim in DIMS}
-    holds = all(found.is_(1 / dim) for dim, found in spreads.items())
+    holds = all(found.agrees_with(1 / dim) for dim, found in spreads.items())
     return Evidence(holds, f"drawn: spread {spreads[DIM]:.4f}; 1/√{DIM} = {DIM**-0.5:.4f}")
 
 
@@ -147,7 +147,7 @@ def _small_scores() -> Evidence:
 
 
 def _weight_of_match(divisor: float) -> Band:
-    """Return the weight of a key that equals its query, whose score is |q|², about d_k, among drawn keys."""
+    """Return the weight of a key that equals the query, with the score |q|² ≈ d_k, among random keys."""
     scores = compute.drawn_scores(DIM).copy()
     scores[:, 0] = DIM
     return band(softmax(scores / divisor)[:, 0])
@@ -164,19 +164,19 @@ def _cannot_focus() -> Evidence:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """Relative error of outputs about their mean, and share of the query gradients that became zero."""
+class PrecisionLoss:
+    """Relative error of the outputs after subtracting their mean, and share of query gradients that became zero."""
 
     output: float
     gradients: float
 
 
 KINDS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-TOKENS = 16 * 1024  # in a mean loss, so each output receives that share of the gradient
+TOKENS = 16 * 1024  # tokens in a mean loss; each output gets 1/TOKENS of the gradient
 
 
 @cache
-def lost(scale: float, dim: int, kind: str) -> Lost:
+def precision_loss(scale: float, dim: int, kind: str) -> PrecisionLoss:
     """Compare attention in low precision with float64 on the same rounded inputs."""
     rng = torch.Generator().manual_seed(0)
     shapes = ((256, dim), (256, dim), (256, 64), (256, 64))
@@ -189,7 +189,7 @@ def lost(scale: float, dim: int, kind: str) -> Lost:
         found.append((output.detach().double(), gradient.double()))
     (exact, slopes), (low, low_slopes) = found
     error = ((low - low.mean(0)) - (exact - exact.mean(0))).norm() / (exact - exact.mean(0)).norm()
-    return Lost(error.item(), ((low_slopes == 0) & (slopes != 0)).double().mean().item())
+    return PrecisionLoss(error.item(), ((low_slopes == 0) & (slopes != 0)).double().mean().item())
 
 
 @SOURCE.claim(
@@ -199,7 +199,9 @@ def lost(scale: float, dim: int, kind: str) -> Lost:
 )  # fmt: skip
 def _less_precise() -> Evidence:
     cases = [(dim, kind) for dim in (DIM, WIDE_DIM) for kind in KINDS]
-    found = {(dim, kind): (lost(1 / dim, dim, kind), lost(dim**-0.5, dim, kind)) for dim, kind in cases}
+    found = {
+        (dim, kind): (precision_loss(1 / dim, dim, kind), precision_loss(dim**-0.5, dim, kind)) for dim, kind in cases
+    }
     times = [by_dim.output / by_root.output for by_dim, by_root in found.values()]
     by_dim, by_root = found[WIDE_DIM, "float16"]
     worse = sum(ratio > 1 for ratio in times)

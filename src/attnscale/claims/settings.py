@@ -1,4 +1,4 @@
-"""Published models with what they multiply q·k by, and published sizes of scores: a selection."""
+"""Selected published models with their multipliers of q·k, and published sizes of scores."""
 
 import math
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """Head dimension and multiplier of a published model, and where they are stated."""
+    """Head dimension and multiplier of a published model, with their source."""
 
     model: str
     year: int
-    millions: float  # of parameters
+    millions: float  # parameters in millions
     head_dim: int
     multiplier: float
     stated: str
@@ -19,7 +19,7 @@ class Setting:
 
     @property
     def relative(self) -> float:
-        """Multiplier · √head_dim: 1 for 1/√d_k, √d_k for no scale, 1/√d_k for division by d_k."""
+        """Multiplier · √d_k: 1 for the scale 1/√d_k, √d_k without a scale, 1/√d_k for division by d_k."""
         return self.multiplier * math.sqrt(self.head_dim)
 
     @property
@@ -56,13 +56,13 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Learned:
-    """Published model that learns what multiplies q·k, and where that is stated."""
+class LearnedScale:
+    """Published model with a learned multiplier of q·k, and its source."""
 
     model: str
     what: str
     language: bool
-    is_temperature: bool  # one number a head in place of √d_k, not a gain of every dimension
+    is_temperature: bool  # True for one number per head in place of √d_k, False for a gain per dimension
     stated: str
 
     def __str__(self) -> str:
@@ -70,13 +70,13 @@ class Learned:
 
 
 LEARNED = (
-    Learned("Swin-v2", "one temperature a head", False, True, "transformers Swinv2SelfAttention.logit_scale"),
-    Learned("TimesFM 2.5", "a gain of every dimension", False, False, "transformers TimesFm2_5Attention.scaling"),
-    Learned("nGPT", "a gain of every dimension of normed q and k", True, False, "Loshchilov et al. 2024, s_qk"),
-    Learned("Qwen3", "gains of its QK-norm", True, False, "transformers Qwen3Attention.q_norm, k_norm"),
+    LearnedScale("Swin-v2", "one temperature a head", False, True, "transformers Swinv2SelfAttention.logit_scale"),
+    LearnedScale("TimesFM 2.5", "a gain of every dimension", False, False, "transformers TimesFm2_5Attention.scaling"),
+    LearnedScale("nGPT", "a gain of every dimension of normed q and k", True, False, "Loshchilov et al. 2024, s_qk"),
+    LearnedScale("Qwen3", "gains of its QK-norm", True, False, "transformers Qwen3Attention.q_norm, k_norm"),
 )
 
-CLIPPED_AT = 100.0  # Kimi K2 rescales a head's query and key weights once its scores pass this
+CLIPPED_AT = 100.0  # Kimi K2 rescales a head's query and key weights above this score
 
 MUP_ATTENTION = 8.0  # the mup package of Tensor Programs V multiplies by 8/d_k: 1/√d_k at d_k = 64
 
@@ -99,5 +99,5 @@ FULL_SIZE = 100  # million parameters: the smallest GPT-2 has 124
 
 
 def language_models(since: int = 0, before: int = 9999, millions: float = 0.0) -> list[Setting]:
-    """List the language models of these years with at least so many million parameters."""
+    """List the language models of these years with at least `millions` of parameters."""
     return [s for s in SETTINGS if s.language and since <= s.year < before and s.millions >= millions]

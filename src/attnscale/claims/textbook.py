@@ -51,11 +51,11 @@ SOURCE = Source("textbook", "Section 5.3: Scaled Attention — Why √d Matters"
 
 PEAKED = np.array([8.5, -2.1, 7.9])  # the source omits further scores
 FIVE = np.array([9.2, -3.1, 8.8, -5.4, 1.2])
-LIKELY = 0.95  # of samples lie between the ends of what is consistent
-NEARLY_NORMAL = 0.1  # excess kurtosis
-NEGLIGIBLE = 0.01  # share of the work, or of what was learned
-LESS = 0.5  # of what it costs an untrained model
-MODERN = 2019  # GPT-2's year
+LIKELY = 0.95  # share of samples that count as consistent
+NEARLY_NORMAL = 0.1  # largest excess kurtosis of a nearly normal distribution
+NEGLIGIBLE = 0.01  # negligible share of the operations, or of the reduction of the loss
+LESS = 0.5  # less critical: the cost is below this share of an untrained model's
+MODERN = 2019  # year of GPT-2
 UNIT = "when q and k have unit variance"
 
 
@@ -93,7 +93,7 @@ SOURCE.section("Why This Matters")
 @SOURCE.claim("score-std-64", "The spread of unscaled scores at d_k = 64 is 8.", "8")
 def _std_64() -> Evidence:
     found = compute.drawn_spread(DIM)
-    return Evidence(found.is_(DIM), f"drawn: {found:.2f}")
+    return Evidence(found.agrees_with(DIM), f"drawn: {found:.2f}")
 
 
 SOURCE.numbers(
@@ -244,7 +244,7 @@ SOURCE.section("Exercises")
 @SOURCE.claim("std-512", "Exercise: the standard deviation at d_k = 512.", "√512")
 def _std_512() -> Evidence:
     found = compute.drawn_spread(512)
-    return Evidence(found.is_(512), f"drawn: {found:.2f}; √512 = {math.sqrt(512):.2f}")
+    return Evidence(found.agrees_with(512), f"drawn: {found:.2f}; √512 = {math.sqrt(512):.2f}")
 
 
 @SOURCE.claim(
@@ -263,11 +263,11 @@ def _peaked_or_uniform() -> Evidence:
     return Evidence(bool(peaked < uniform), f"trace {peaked:.3f} peaked, {uniform:.2f} uniform")
 
 
-# What it says of practice: when scaling matters, other temperatures, released models
+# Claims about practice: when scaling matters, other temperatures, released models
 
 
 def _lost(dim: int) -> Band:
-    """Return the share of 1 − Σp² that rows of drawn scores lose without a scale."""
+    """Return the relative loss of 1 − Σp² of random scores without a scale."""
     raw, scaled = (compute.drawn_rows(dim, divisor).jacobian_trace for divisor in (1.0, math.sqrt(dim)))
     return band(1 - raw / scaled.mean())
 
@@ -278,12 +278,12 @@ def _gpt2_variance() -> Evidence:
 
 
 def _cost(scale: str) -> float:
-    """Return what another scale costs the bundled model, as a share of what it has learned."""
+    """Return the extra loss of the bundled model with another scale, as a share of its learned loss reduction."""
     return (bundled(scale).mean - bundled("1/√d_k").mean) / (TEXT - bundled("1/√d_k").mean)
 
 
 def _fresh_cost() -> float:
-    """Return what a model loses that learns without a scale, as a share of what another learns with it."""
+    """Return the extra loss of training without a scale, as a share of the loss reduction with it."""
     wide = HEAD_DIMS[-1]
     return (final_loss(wide, "none").mean - final_loss(wide).mean) / (TASK.chance - final_loss(wide).mean)
 
@@ -311,7 +311,7 @@ def _learned_alone() -> Evidence:
 
 
 def _entropy_at(temperature: float) -> Band:
-    """Return the entropy of drawn scores, as a share of its maximum, when divided by this many √d_k."""
+    """Return the entropy ratio of random scores divided by temperature · √d_k."""
     return band(compute.drawn_rows(DIM, temperature * math.sqrt(DIM)).entropy_ratio)
 
 
@@ -357,7 +357,7 @@ def _low_dim() -> Evidence:
 def _nearly_normal() -> Evidence:
     scores = compute.drawn_scores(DIM)
     kurtosis = float(((scores - scores.mean()) ** 4).mean() / scores.var() ** 2 - 3)
-    holds = abs(kurtosis) < NEARLY_NORMAL and compute.drawn_spread(DIM).is_(DIM)
+    holds = abs(kurtosis) < NEARLY_NORMAL and compute.drawn_spread(DIM).agrees_with(DIM)
     shown = f"drawn at d_k = {DIM}: spread {compute.drawn_spread(DIM):.2f}, excess kurtosis {kurtosis:.2f}"
     return Evidence(holds, shown)
 

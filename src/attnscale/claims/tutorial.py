@@ -1,4 +1,4 @@
-"""Claims of the tutorial on the mathematics behind √d_k: its statements, then the numbers that it computes."""
+"""Claims of the tutorial on the mathematics behind √d_k: its statements, then its numbers."""
 
 import math
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from attnscale.theory.limits import SATURATED_TOP1
 
 SOURCE = Source("tutorial", "Math behind √dₖ Scaling Factor in Attention", "tutorial")
 
-STARS = 1e11  # in the Milky Way, at least: a larger ratio is astronomical
-LITTLE = 0.1  # a share this small hardly matters
+STARS = 1e11  # stars in the Milky Way; a larger ratio is astronomical
+LITTLE = 0.1  # a smaller share hardly matters
 FAR_LARGER = 5
 FEW_KEYS = 8
-NEAR = 0.1  # for an average of many draws that is 0 or 1
+NEAR = 0.1  # tolerance for averages of random draws with an exact value of 0 or 1
 PROOF_DIM = 3  # the proof expands (q·k)² for this d_k, then for DIM
 
 TRIPLE, HALVED = np.array([2.0, 4.0, 6.0]), np.array([1.0, 2.0, 3.0])
@@ -113,7 +113,7 @@ def _mean_square() -> Evidence:
 
 def _exact_anyway() -> Evidence:
     shifted, drawn = compute.drawn_spread(DIM, shift=0.5), compute.head_spread("GPT-2").mean ** 2
-    holds = shifted.is_(DIM) and abs(drawn / DIM - 1) < LITTLE
+    holds = shifted.agrees_with(DIM) and abs(drawn / DIM - 1) < LITTLE
     margin = 1.96 * shifted.error
     shown = f"{shifted.variance:.0f} ± {margin:.1g} with means of 0.5; {drawn:.1f} at GPT-2's initialisation"
     return Evidence(holds, shown)
@@ -179,7 +179,7 @@ def _quotient() -> Evidence:
 @SOURCE.claim("divisor-from-variance", "d_k/c² = 1 is solved by c = √d_k.", "√d_k")
 def _divisor() -> Evidence:
     found = {dim: compute.drawn_spread(dim) for dim in DIMS}
-    holds = all(spread.over(math.sqrt(dim)).is_(1.0) for dim, spread in found.items())
+    holds = all(spread.over(math.sqrt(dim)).agrees_with(1.0) for dim, spread in found.items())
     return Evidence(holds, f"c = {found[DIM]:.2f} brings drawn scores of d_k = {DIM} to unit variance")
 
 
@@ -247,7 +247,7 @@ def _struggles() -> Evidence:
     return Evidence(holds, f"small models end at a loss of {shown}")
 
 
-# The numbers that it computes on the way
+# Numbers in the tutorial's calculations
 
 
 def _squares(values: Array) -> Array:

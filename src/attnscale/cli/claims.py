@@ -12,6 +12,9 @@ def claims(
     verdict: Annotated[
         str | None, typer.Option(help="Show only claims with this verdict: confirmed, refuted or qualified.")
     ] = None,
+    index: Annotated[
+        bool, typer.Option("--index", help="Show the command for every exercise, listing and worked example instead.")
+    ] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Record these verdicts, to compare later ones with.")
     ] = False,
@@ -26,13 +29,18 @@ def claims(
     """
     from dataclasses import asdict
 
-    from attnscale.claims import VERDICTS, changed, ledger
+    from attnscale.claims import INDEX, VERDICTS, changed, ledger
     from attnscale.errors import SettingError
 
     if verdict is not None and verdict not in VERDICTS:
         raise SettingError(f"Unknown verdict {verdict!r}. Expected one of: {', '.join(VERDICTS)}.")
     if (ids or verdict) and record:
         raise SettingError("Expected --record without ids and --verdict: it records the verdicts of all claims.")
+    if index:
+        from attnscale.show.ledger import show_index
+
+        print_json([asdict(worked) for worked in INDEX]) if json else show_index()
+        return
     from rich.console import Console
 
     with Console(stderr=True).status("recomputing"):  # nothing is drawn in a pipe

@@ -35,12 +35,12 @@ def demo(
 
     from rich.console import Console
 
-    from attnscale.lab.demo import Demo, TwinTraining
+    from attnscale.lab.demo import TwinTraining
     from attnscale.show.lab import show_progress, show_twins
     from attnscale.show.report import twins_page
 
     console = Console(stderr=json)
-    training = TwinTraining(Demo(head_dim, steps, seed))
+    training = TwinTraining(head_dim, steps, seed)
     for done, _ in enumerate(training.steps(), 1):
         show_progress(training, done, console)
     twins = training.twins()

@@ -38,6 +38,7 @@ def lab(
             "as submitit.AutoExecutor(FOLDER) or distributed.Client(ADDRESS)."
         ),
     ] = "pool",
+    device: Annotated[str, typer.Option(help="Device to train models on: cpu, cuda, cuda:1.")] = "cpu",
     json: AsJson = False,
 ) -> None:
     """Run an experiment: tables, plots, checks, and a conclusion computed from the numbers.
@@ -62,7 +63,10 @@ def lab(
         return
     if name not in EXPERIMENTS:
         raise SettingError(f"Unknown experiment {name!r}. Expected one of: {', '.join(EXPERIMENTS)}.")
+    from attnscale.loading.load import require_device
+
     require_extra("report", "Its page")
+    require_device(device)
     page, data = out / f"{name}.html", out / f"{name}.json"
     for path in (page, data):
         require_writable(path)
@@ -83,6 +87,7 @@ def lab(
                 pool,
                 quick=quick,
                 seeds=seeds,
+                device=device,
                 tasks=None if executor == "pool" else jobs,
                 progress=show,
             )

@@ -1,4 +1,4 @@
-"""Comparing two models, runs or saved checks, head by head; and the attention implementations of one model."""
+"""Compare two models, runs or saved checks head by head, and compare the attention implementations of one model."""
 
 from attnscale.comparing.backend_comparison import BackendComparison
 from attnscale.comparing.backends import compare_backends

@@ -13,7 +13,7 @@ HEADINGS = ("layer", "backend", "scale", "soft-cap", "keys", "sinks", "output ch
 
 @dataclass(frozen=True)
 class BackendDifference:
-    """One thing in which a layer differs from the first backend."""
+    """One difference of a layer from the first backend."""
 
     what: str  # "scale", "soft-cap", "visible keys", "sinks" or "output"
     message: str
@@ -21,22 +21,22 @@ class BackendDifference:
 
 @dataclass(frozen=True)
 class BackendLayer:
-    """One layer as one backend computed it; changes are relative to the first backend, NaN where not known."""
+    """One layer under one backend; changes are relative to the first backend, or NaN if unknown."""
 
     layer: str
     backend: str
     kind: str
     scale: float
     softcap: float | None
-    keys: float  # visible to a query, on average
-    sinks: float | None  # the highest score that stands beside the keys
+    keys: float  # mean number of visible keys per query
+    sinks: float | None  # largest sink score; None without sinks
     input_change: float
     output_change: float
     differences: tuple[BackendDifference, ...] = ()
 
     @property
     def words(self) -> str:
-        """The things in which it differs, each once."""
+        """Names of the differences, without duplicates."""
         return ", ".join(dict.fromkeys(each.what for each in self.differences))
 
     def __str__(self) -> str:
@@ -45,23 +45,23 @@ class BackendLayer:
 
 @dataclass(frozen=True, repr=False)
 class BackendComparison(Result):
-    """The attention layers of one model under several backends; the first that ran is what others are compared with."""
+    """Attention layers of one model under several backends, compared with the first backend that ran."""
 
-    backends: tuple[str, ...]  # that ran
+    backends: tuple[str, ...]  # backends that ran
     unavailable: Mapping[str, str]  # backends that did not run, and the reason
-    rows: tuple[BackendLayer, ...]  # layer by layer, in the order they ran
+    rows: tuple[BackendLayer, ...]  # by layer, in execution order
     notes: tuple[str, ...] = ()
     title: str = "the model"
-    fed: str = "the batch given"  # a description of the input
+    fed: str = "the batch given"  # description of the input
 
     @property
     def differing(self) -> tuple[BackendLayer, ...]:
-        """Layers that differ by themselves, in the order they ran; not those that inherit other inputs."""
+        """Layers with a difference of their own, in execution order; layers with different inputs are excluded."""
         return tuple(row for row in self.rows if row.differences)
 
     @property
     def first(self) -> BackendLayer | None:
-        """The first layer that differs; None where all agree."""
+        """First layer that differs; None if all agree."""
         return next(iter(self.differing), None)
 
     @property
@@ -71,7 +71,7 @@ class BackendComparison(Result):
 
     @property
     def conclusion(self) -> str:
-        """The verdict in one sentence."""
+        """Verdict in one sentence."""
         if not self.is_compared:
             ran = f"only {self.backends[0]} ran" if len(self.backends) == 1 else "no backend ran"
             return f"Nothing was compared: {'no layer is common to the backends' if len(self.backends) > 1 else ran}."
@@ -84,12 +84,16 @@ class BackendComparison(Result):
         wrong = [name for name in others if any(row.backend == name for row in self.differing)]
         agreeing = [name for name in others if name not in wrong]
         where = len({row.layer for row in self.differing})
-        said = f"{_names(wrong)} {'differs' if len(wrong) == 1 else 'differ'} from {first} in {where} of {layers}"
-        said += f", first in {self.first.layer} ({self.first.words})"
-        return f"{said}; {_names(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'}." if agreeing else f"{said}."
+        sentence = f"{_names(wrong)} {'differs' if len(wrong) == 1 else 'differ'} from {first} in {where} of {layers}"
+        sentence += f", first in {self.first.layer} ({self.first.words})"
+        return (
+            f"{sentence}; {_names(agreeing)} {'agrees' if len(agreeing) == 1 else 'agree'}."
+            if agreeing
+            else f"{sentence}."
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON takes it: None for a number that is not finite."""
+        """Return a dict for JSON, with None for NaN and infinite numbers."""
         found: dict[str, Any] = plain(
             {
                 "model": self.title,
@@ -105,7 +109,7 @@ class BackendComparison(Result):
         return found
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Return the lines of the table, under HEADINGS."""
+        """Return the rows of the table, with the columns of HEADINGS."""
         return [
             (
                 row.layer,
@@ -122,7 +126,7 @@ class BackendComparison(Result):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """A sentence for each backend that did not run, and the notes."""
+        """Sentences about backends that did not run, followed by the notes."""
         return (*(f"{name} did not run: {why}." for name, why in self.unavailable.items()), *self.notes)
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""compare_backends: one model, the same weights and one batch, with each of its attention implementations.
+"""compare_backends: run one model with each of its attention implementations, on the same batch.
 
-The implementation is set by transformers (`set_attn_implementation`), so that what runs is what a user gets.
+transformers sets the implementation (`set_attn_implementation`), as in a user's own run.
 """
 
 import copy
@@ -28,9 +28,10 @@ from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-NAMES = {"flex": "flex_attention", "flash": "flash_attention_2"}  # what transformers calls them
-SAME_SCALE = 0.02  # relative: a slope fitted to scores in half precision
-# Of the length of an output. Kernels sum in another order: 1e-6 in float32, 5e-3 in bfloat16 on small models.
+NAMES = {"flex": "flex_attention", "flash": "flash_attention_2"}  # names in transformers
+SAME_SCALE = 0.02  # relative tolerance; the scale is fitted to scores in half precision
+# Tolerance relative to the norm of an output. Kernels differ in their order of summation: on small models the outputs
+# differ by 1e-6 in float32 and 5e-3 in bfloat16.
 SAME_OUTPUT, SAME_HALF_OUTPUT = 1e-3, 0.03
 
 
@@ -43,7 +44,7 @@ class _Run:
     tensors: Mapping[str, list[tuple[Tensor | None, Tensor | None]]]
 
     def tensors_of(self, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
-        """Return the input and the output of the layer's module, at its own depth where the module runs repeatedly."""
+        """Return the input and the output of the layer's module; if the module runs repeatedly, those of this run."""
         runs = self.tensors.get(layer.module, [])
         depth = layer.name.rpartition("[")[2].rstrip("]") if layer.name.endswith("]") else "0"
         return runs[int(depth)] if int(depth) < len(runs) else (None, None)
@@ -52,13 +53,13 @@ class _Run:
 def compare_backends(
     model: nn.Module, batch: Any, backends: Sequence[str] = ("eager", "sdpa"), *, rows: int | None = None
 ) -> BackendComparison:
-    """Run a transformers model with each attention implementation, and compare layer by layer with the first that runs.
+    """Run a transformers model with each attention implementation, and compare every layer with the first one.
 
-    The weights and the batch are the same for all: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-    Every run is in evaluation mode, because dropout differs from run to run; mode and implementation are put back.
-    Layers are compared by scale, soft-cap, visible keys, sinks and output. `flex` and `flash` stand for the names that
-    transformers has for them; any other name that it knows is taken too. A backend that cannot run is in
-    `unavailable`, with the reason. `rows` are sampled per head for the statistics, all where None.
+    All runs use the same weights and batch: a tensor, a tuple of arguments, or a mapping of keyword arguments. Runs are
+    in evaluation mode, because dropout is random; the mode and the implementation are restored afterwards. Layers are
+    compared by scale, soft-cap, visible keys, sinks and output. `flex` and `flash` are short names; all other names
+    of transformers are accepted too. `unavailable` lists the backends that cannot run, with the reason. `rows` is the
+    number of sampled rows per head (None: all).
     """
     if isinstance(backends, str):
         raise SettingError(f'Expected several backends, as in ("eager", "sdpa"), got {backends!r}.')
@@ -80,16 +81,16 @@ def compared_backends(
     with _as_it_was(model):
         for name in names:
             try:
-                # a cache in the inputs grows in each run
+                # copy the inputs, because a cache in them grows in each run
                 ran.append(_run(model, name, copy.deepcopy((args, dict(kwargs))), rows))
-            except Exception as error:  # whatever a backend raises where it is not installed or not supported
+            except Exception as error:  # a backend that is missing or not supported may raise anything
                 unavailable[name] = _reason(error)
     found = [row for name in (ran[0].layers if ran else ()) for row in _compared(name, ran)]
     return BackendComparison(tuple(run.backend for run in ran), unavailable, tuple(found), tuple(_notes(ran)))
 
 
 def require_backends(backends: Sequence[str]) -> tuple[str, ...]:
-    """Return the backends, each once; refuse fewer than two."""
+    """Return the backends without duplicates; raise an error for fewer than two."""
     names = tuple(dict.fromkeys(backends))
     if len(names) < 2:
         raise SettingError(f"Expected two backends or more, as in eager,sdpa, got {', '.join(names) or 'none'}.")
@@ -104,10 +105,12 @@ def _inputs_of(batch: Any) -> Inputs:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode; put modes and the attention implementation of every configuration back."""
+    """Set evaluation mode; on exit, restore the modes and the attention implementation of every configuration."""
     modes = {module: module.training for module in model.modules()}
-    held = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
-    before = [(config, getattr(config, "_attn_implementation", None)) for config in held.values()]
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    before = [(config, getattr(config, "_attn_implementation", None)) for config in configs.values()]
     model.eval()
     try:
         yield
@@ -121,7 +124,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 
 def _run(model: Any, name: str, inputs: Inputs, rows: int | None) -> _Run:
     with quiet(), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of its own code, which it gives outside a comparison too
+        warnings.simplefilter("ignore")  # from the model's own code; users see them outside a comparison
         model.set_attn_implementation(NAMES.get(name, name))
         with _recorded(model) as tensors, watched(model, Settings(rows, keep=True, may_be_empty=True)) as seen:
             model(*inputs[0], **inputs[1])
@@ -132,7 +135,7 @@ def _run(model: Any, name: str, inputs: Inputs, rows: int | None) -> _Run:
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor | None, Tensor | None]]]]:
-    """Record the first input and the first output of every module that has attention in its name or its class."""
+    """Record the first input and the first output of every module with "att" in its name or class."""
     found: dict[str, list[tuple[Tensor | None, Tensor | None]]] = {}
     handles = []
     for path, module in modules_by_path(model).items():
@@ -152,12 +155,12 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor | None, 
 
 
 def _first_tensor(value: Any) -> Tensor | None:
-    """Return a copy of the first tensor of numbers, which a later operation may overwrite."""
+    """Return a copy of the first floating-point tensor; a later operation may overwrite the original."""
     return next((each.detach().clone() for each in tensors_in(value) if each.is_floating_point()), None)
 
 
 def _compared(name: str, ran: Sequence[_Run]) -> Iterator[BackendLayer]:
-    """Yield the layer of each run, with its differences from the first."""
+    """Yield the layer of each run, with its differences from the first run."""
     first = ran[0]
     one = first.layers[name]
     visible = VisibleKeys.of(one)
@@ -202,7 +205,7 @@ def _output_message(change: float) -> str:
 
 
 def _change(one: Tensor | None, other: Tensor | None, first: Layer, second: Layer) -> float:
-    """Return the relative change of a tensor, without queries that are padding; infinite where only one is finite."""
+    """Return the relative change of a tensor, without padding; infinite if only one of the two is finite."""
     if one is None or other is None or one.shape != other.shape:
         return math.nan
     one, other = one.double(), other.double()
@@ -219,15 +222,17 @@ def _change(one: Tensor | None, other: Tensor | None, first: Layer, second: Laye
 
 def _scale_difference(one: Layer, other: Layer, name: str) -> Iterator[BackendDifference]:
     here, there = other.scales.double().cpu(), one.scales.double().cpu()
-    known = here.isfinite() & there.isfinite() if here.shape == there.shape else torch.zeros(1, dtype=torch.bool)
-    if not known.any() or torch.allclose(here[known], there[known], rtol=SAME_SCALE, atol=0):
+    finite = here.isfinite() & there.isfinite() if here.shape == there.shape else torch.zeros(1, dtype=torch.bool)
+    if not finite.any() or torch.allclose(here[finite], there[finite], rtol=SAME_SCALE, atol=0):
         return
     message = f"it multiplies q·k by {readable(other.scale_applied, 4)}, {name} by {readable(one.scale_applied, 4)}"
-    said = one.declared
-    if said.scale is not None and said.scale_authority is Authority.CONFIGURED:
-        right, wrong = (math.isclose(layer.scale_applied, said.scale, rel_tol=SAME_SCALE) for layer in (one, other))
+    declaration = one.declared
+    if declaration.scale is not None and declaration.scale_authority is Authority.CONFIGURED:
+        right, wrong = (
+            math.isclose(layer.scale_applied, declaration.scale, rel_tol=SAME_SCALE) for layer in (one, other)
+        )
         if right != wrong:
-            message += f", and {said.scale_source} asks for {readable(said.scale, 4)}: "
+            message += f", and {declaration.scale_source} asks for {readable(declaration.scale, 4)}: "
             message += "it ignores the scale" if right else f"{name} ignores the scale"
     yield BackendDifference("scale", message)
 
@@ -274,6 +279,6 @@ def _notes(ran: Sequence[_Run]) -> Iterator[str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentence of what was raised, where transformers says why; else what was raised, and where."""
+    """Return the first sentence of an error of transformers, else the error with its location."""
     first = " ".join(str(error).split()).split(". ")[0].rstrip(".")
     return first if isinstance(error, ImportError | ModelError) or "does not support" in first else describe(error)

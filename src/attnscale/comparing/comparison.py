@@ -1,4 +1,4 @@
-"""Comparisons: two profiles head by head, with the changes that are larger than their error."""
+"""Compare two profiles head by head, and find the changes that exceed their error."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,30 +13,30 @@ from attnscale.errors import SettingError
 from attnscale.plain import counted, plain, printable
 from attnscale.results import Result
 
-TOLERANCE = 0.01  # relative, or of a share: smaller changes are ignored, whatever their error
+TOLERANCE = 0.01  # smaller changes are ignored: relative ones, and absolute ones of shares
 FACTORS = ("scale_applied", "query_norm", "key_norm", "alignment")
 UNPAIRED = "The inputs differ, so the error of a change includes the difference between the inputs."
 
 
 @dataclass(frozen=True)
 class HeadChange:
-    """One head: its changes, and whether they come from itself or from its inputs."""
+    """Changes of one head, and their origin: the head itself or its inputs."""
 
     layer: str
     head: int
     moves: Mapping[str, StatisticChange]
-    same_parameters: bool = False  # of the module that attends, as far as is known
-    sees_others: bool = False  # its queries see other keys of the same inputs: its mask changed
+    same_parameters: bool = False  # True if the attention module has equal parameters on both sides
+    sees_others: bool = False  # True if the mask changed: for the same inputs, queries see other keys
 
     @property
     def carried(self) -> bool:
-        """True if its weights, its scale and its visible keys are as before, so its inputs changed it."""
+        """True if weights, scale and visible keys are equal, so the change comes from the inputs."""
         rescaled = "scale_applied" in self.moves and self.moves["scale_applied"].is_significant
         return self.same_parameters and not rescaled and not self.sees_others
 
     @property
     def changed(self) -> list[StatisticChange]:
-        """Significant changes, the largest first."""
+        """Significant changes, largest first."""
         return sorted(
             (move for move in self.moves.values() if move.is_significant), key=lambda move: -round(move.size, 3)
         )
@@ -58,17 +58,17 @@ class HeadChange:
 
     @property
     def place(self) -> str:
-        """The layer and the head."""
+        """Layer and head."""
         return f"{self.layer}, head {self.head}"
 
     @property
     def reason(self) -> str:
-        """The cause of its change: its mask, its inputs, or its own weights or scale."""
+        """Origin of the change: the mask, the inputs, or weights and scale of the head."""
         return "its mask" if self.sees_others else "its inputs" if self.carried else "weights or scale"
 
     @property
     def text(self) -> str:
-        """Its changes in words, the largest first."""
+        """Description of the changes, largest first."""
         changes = [*(["its queries see other keys"] if self.sees_others else []), *map(str, self.changed)]
         return "; ".join(changes) or "no change larger than its error"
 
@@ -76,7 +76,7 @@ class HeadChange:
         return printable(f"{self.place}: {self.text}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return plain values for JSON."""
         moves = {name: move.to_dict() for name, move in self.moves.items()}
         place = {"layer": self.layer, "head": self.head}
         return {**place, "carried": self.carried, "sees_others": self.sees_others, "moves": moves}
@@ -84,29 +84,29 @@ class HeadChange:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Result):
-    """Two models, or two states of one, head by head."""
+    """Comparison of two models, or two states of one model, head by head."""
 
     before: str
     after: str
     heads: tuple[HeadChange, ...]
-    new: tuple[Finding, ...]  # findings that only the second has
-    gone: tuple[Finding, ...]  # findings that only the first has
+    new: tuple[Finding, ...]  # findings of the second side only
+    gone: tuple[Finding, ...]  # findings of the first side only
     notes: tuple[str, ...] = ()  # on parts that could not be compared, and on errors
     tolerance: float = TOLERANCE
 
     @cached_property
     def changed(self) -> tuple[HeadChange, ...]:
-        """Heads whose own weights, scale or mask changed, the most changed first."""
+        """Heads with changes of their own weights, scale or mask, largest change first."""
         return tuple(head for head in self._moved if not head.carried)
 
     @cached_property
     def carried(self) -> tuple[HeadChange, ...]:
-        """Heads with the same weights whose inputs changed, the most changed first."""
+        """Heads that changed only because their inputs changed, largest change first."""
         return tuple(head for head in self._moved if head.carried)
 
     @property
     def worse(self) -> list[str]:
-        """Sentences on what got worse: new warnings and errors, and heads with significant changes."""
+        """Return sentences about new warnings and errors, and about heads that got significantly worse."""
         new = [str(finding) for finding in self.new if finding.severity != "note"]
         return new + [
             printable(f"{head.place}: {'; '.join(map(str, head.worse))}.") for head in self._moved if head.worse
@@ -114,34 +114,34 @@ class Comparison(Result):
 
     @property
     def is_compared(self) -> bool:
-        """True if the two have a layer in common."""
+        """True if the two sides have a layer in common."""
         return bool(self.heads)
 
     @property
     def conclusion(self) -> str:
-        """The verdict in one sentence."""
+        """Verdict in one sentence."""
         if not self.is_compared:
             return "Nothing to compare: the two have no layer in common."
         if not self._moved:
-            said = f"No head of {len(self.heads)} changed by more than its error"
+            verdict = f"No head of {len(self.heads)} changed by more than its error"
         elif not self.changed:
-            said = f"No head's own weights changed; the inputs of {counted(len(self.carried), 'head')} did"
+            verdict = f"No head's own weights changed; the inputs of {counted(len(self.carried), 'head')} did"
         else:
             most = self.changed[0]
             error = "its error" if len(self.changed) == 1 else "their error, most of all"
-            said = f"{len(self.changed)} of {counted(len(self.heads), 'head')} changed by more than {error}: "
-            said += f"{most.place}, {most.text.split('; ')[0]}"
-            said += f"; the inputs of {counted(len(self.carried), 'head')} changed too" if self.carried else ""
+            verdict = f"{len(self.changed)} of {counted(len(self.heads), 'head')} changed by more than {error}: "
+            verdict += f"{most.place}, {most.text.split('; ')[0]}"
+            verdict += f"; the inputs of {counted(len(self.carried), 'head')} changed too" if self.carried else ""
         new = f" {counted(len(self.new), 'new finding')}." if self.new else ""
         gone = f" {counted(len(self.gone), 'finding')} gone." if self.gone else ""
-        return f"{said}.{new}{gone}"
+        return f"{verdict}.{new}{gone}"
 
     @cached_property
     def _moved(self) -> list[HeadChange]:
         return sorted((head for head in self.heads if head.changed or head.sees_others), key=lambda head: -head.size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON takes it: None for a number that is not finite."""
+        """Return a dict for JSON, with None for NaN and infinite numbers."""
         found: dict[str, Any] = plain(
             {
                 "before": self.before,
@@ -166,13 +166,13 @@ class Comparison(Result):
 
 
 def require_tolerance(tolerance: float) -> None:
-    """Refuse a negative or infinite tolerance."""
+    """Raise an error for a negative or infinite tolerance."""
     if not 0 <= tolerance < math.inf:
         raise SettingError(f"Expected a tolerance of at least 0, got {tolerance:g}.")
 
 
 def compare_profiles(before: Profile, after: Profile, tolerance: float = TOLERANCE) -> Comparison:
-    """Compare two profiles, heads by the names of their layers."""
+    """Compare two profiles; match heads by the names of their layers."""
     paired = bool(before.inputs) and before.inputs == after.inputs
     both = [name for name in before.layers if name in after.layers]
     alike = [name for name in both if before.layers[name].heads == after.layers[name].heads]

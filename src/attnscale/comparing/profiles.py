@@ -1,6 +1,6 @@
-"""Profiles: the statistics of every head of a model, sample by sample, to compare with those of another model.
+"""Profiles: statistics of every head of a model on each sample, for comparison with another model.
 
-`attnscale check --save` writes them to files; `--against` and `attnscale compare` read them.
+`attnscale check --save` writes a profile to a file; `--against` and `attnscale compare` read it.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from attnscale.watching.watcher import Settings
 Numbers = NDArray[np.float64]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Compared as ratios; shares, between 0 and 1, as differences.
+# Statistics compared as ratios. Shares, between 0 and 1, are compared as differences.
 RATIOS = ("spread", "scale_applied", "query_norm", "key_norm", "alignment", "query_gradient", "key_gradient")
 SHARES = ("entropy_ratio", "jacobian_trace")
 COMPARED = (*RATIOS[:5], *SHARES, *RATIOS[5:])
@@ -42,17 +42,17 @@ OF_STATS = ("spread", *SHARES)
 OF_LAYERS = {"scale_applied": "scales", "query_norm": "query_norm", "key_norm": "key_norm", "alignment": "alignment"}
 ONE_SEQUENCE = "The model was run on one sequence, so changes have no error. Use a batch of several sequences."
 KIND, VERSION = "attnscale check", 2  # of a file
-DIGITS = 8  # significant digits: an unchanged model is the same to all of them
-MAX_BYTES = 2**28  # 100 layers of 128 heads take a hundredth of that
+DIGITS = 8  # significant digits in a file; an unchanged model reproduces all of them
+MAX_BYTES = 2**28  # 100 times the size of a profile of 100 layers with 128 heads
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer: arrays (samples, heads) by the name of their statistic, with NaN for a missing value."""
+    """Statistics of one layer: arrays (samples, heads) by name, with NaN for a missing value."""
 
     samples: Mapping[str, Numbers]
-    weights: str = ""  # a digest of the parameters of the module that attends; empty: unknown
-    visible: str = ""  # a digest of the keys that each query sees; empty: unknown
+    weights: str = ""  # digest of the attention module's parameters; empty: unknown
+    visible: str = ""  # digest of the visible keys of each query; empty: unknown
 
     @property
     def heads(self) -> int:
@@ -67,13 +67,13 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model on several sequences, or the latest records of a run."""
+    """Profile of a model on several sequences, or of the latest records of a run."""
 
     title: str
-    fed: str  # a description of the samples
+    fed: str  # description of the samples
     layers: Mapping[str, LayerProfile]
     findings: tuple[Finding, ...] = ()
-    inputs: str = ""  # a digest of the inputs: samples of the same inputs are compared in pairs
+    inputs: str = ""  # digest of the inputs; samples of equal inputs are compared in pairs
     notes: tuple[str, ...] = ()
 
 
@@ -87,7 +87,7 @@ def measure_profile(
     fed: str,
     rows: int | None = None,
 ) -> Profile:
-    """Run every sequence of the batch alone, on `rows` rows per head (all if None); `audit` is of the whole batch."""
+    """Run every sequence of the batch alone, with `rows` rows per head (None: all); `audit` covers the whole batch."""
     calls = _split((tuple(args), dict(kwargs)))
     runs = [_watch(model, call, rows) for call in calls]
     if len(calls) > 1 and not _are_parts_of(audit.layers, runs):
@@ -126,7 +126,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def is_saved(path: Path) -> bool:
-    """Return True for a saved check, by how the file begins; a model's config.json begins otherwise."""
+    """Return True if the file begins like a saved check, and not like a model's config.json."""
     try:
         with path.open("rb") as file:
             return json.dumps(KIND).encode() in file.read(64)
@@ -162,7 +162,7 @@ def _to_dict(profile: Profile) -> dict[str, Any]:
 
 
 def _from_dict(saved: Any) -> Profile:
-    """Raise a ValueError, TypeError or KeyError for anything that is no profile."""
+    """Return the profile in a saved dict; raise ValueError, TypeError or KeyError if it is damaged."""
     if not isinstance(saved, dict) or saved.get("kind") != KIND:
         raise ValueError(f"there is no kind {KIND!r}")
     if saved["version"] != VERSION:
@@ -191,10 +191,10 @@ def _samples(name: str, saved: dict[str, Any]) -> dict[str, Numbers]:
 
 
 def _watch(model: nn.Module, call: Call, rows: int | None) -> Mapping[str, Layer]:
-    with warnings.catch_warnings(), torch.no_grad(), watched(model, Settings(rows, may_be_empty=True)) as seen:
-        warnings.simplefilter("ignore")  # the audit gave them before
+    with warnings.catch_warnings(), torch.no_grad(), watched(model, Settings(rows, may_be_empty=True)) as run:
+        warnings.simplefilter("ignore")  # the audit already showed them
         model(*call[0], **call[1])
-    return seen.layers
+    return run.layers
 
 
 def _layer(runs: Sequence[Layer], weights: str, visible: str) -> LayerProfile:
@@ -208,7 +208,7 @@ def _layer(runs: Sequence[Layer], weights: str, visible: str) -> LayerProfile:
 
 
 def _are_parts_of(whole: Mapping[str, Layer], runs: Sequence[Mapping[str, Layer]]) -> bool:
-    """Return True if the runs are of single sequences: as many queries and keys as in the batch, and none is lost."""
+    """Return True if the runs together have the same numbers of queries and keys as the whole batch."""
     for name, layer in whole.items():
         parts = [run[name] for run in runs if name in run]
         if {(part.heads, part.query_len, part.key_len) for part in parts} != {
@@ -221,7 +221,7 @@ def _are_parts_of(whole: Mapping[str, Layer], runs: Sequence[Mapping[str, Layer]
 
 
 def _split(call: Call) -> list[Call]:
-    """Split a call into calls of single sequences if the first axes of all tensors are of the same size."""
+    """Split a call into calls of single sequences if all tensors have the same first size."""
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(call)}
     if len(sizes) != 1 or (size := sizes.pop()) < 2:
         return [call]
@@ -229,7 +229,7 @@ def _split(call: Call) -> list[Call]:
 
 
 def _weights_digests(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, str]:
-    """Return a digest of the parameters of each layer's module; empty if it holds other attention layers."""
+    """Return a digest of the parameters of each layer's module; empty if the module contains other layers."""
     parameters = {without_wrappers(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
     modules = {layer.module for layer in layers.values()}
     found = dict.fromkeys(layers, "")

@@ -1,4 +1,4 @@
-"""Both sides of a comparison: models, their names, saved checks, or logs of runs, each turned into a profile."""
+"""Turn each side of a comparison into a profile: a model, its name, a saved check or the log of a run."""
 
 from collections import deque
 from dataclasses import replace
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from attnscale.loading import Request
 
 Side: TypeAlias = str | Path | nn.Module | Profile
-SAMPLES = 8  # sequences to run a model on: their differences give the error of a change
-LATEST = 8  # records of a run, each of another batch
+SAMPLES = 8  # sequences to run a model on; their variance gives the error of a change
+LATEST = 8  # latest records of a run; each is a sample from another batch
 BUNDLED = "bundled"
 LOGS = ".jsonl"
 
@@ -41,8 +41,8 @@ def compare(
 ) -> Comparison:
     """Compare `a` with `b`, head by head, with error bars.
 
-    Each is a model, run as model(*args, **kwargs) with every sequence of the batch as a sample; or the name of one, as
-    `attnscale check` takes it; or a file: a saved check, or a log of a run, LOG.jsonl or LOG.jsonl#RUN.
+    Each side is a model, run as model(*args, **kwargs) with every sequence of the batch as a sample; the name of a
+    model, as in `attnscale check`; or a file: a saved check, or the log of a run, LOG.jsonl or LOG.jsonl#RUN.
     """
     require_tolerance(tolerance)
     names = ("the first model", "the second model")
@@ -58,7 +58,7 @@ def check_against(
     baseline: Path | None,
     tolerance: float,
 ) -> "tuple[Checked, Comparison | None]":
-    """Check a model; save what was measured in one file, and compare it with a check saved in another."""
+    """Check a model; save its profile to one file, and compare it with the profile saved in another."""
     require_tolerance(tolerance)
     before = None if baseline is None else read_profile(baseline)
     checked, profile = _checked_profile(request, rows, what_if)
@@ -84,7 +84,7 @@ def profile_of(side: Side, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def profile_by_name(name: str, request: "Request", rows: int | None = None) -> Profile:
-    """Read a log or a saved check, or load a model and run it as `request` says."""
+    """Read a log or a saved check, or load and run a model with the settings of `request`."""
     path, _, run = name.partition("#")
     if Path(path).suffix == LOGS:
         return _profile_of_run(Path(path), run or None)
@@ -94,7 +94,7 @@ def profile_by_name(name: str, request: "Request", rows: int | None = None) -> P
 
 
 def compare_by_name(a: str, b: str, request: "Request", rows: int | None, tolerance: float) -> Comparison:
-    """Compare two sides by their names, as the command line gives them."""
+    """Compare two sides by their names on the command line."""
     require_tolerance(tolerance)
     before, after = (profile_by_name(name, request, rows) for name in (a, b))
     return compare_profiles(before, after, tolerance)
@@ -129,7 +129,7 @@ def _checked_profile(
 
 
 def _profile_of_run(path: Path, name: str | None = None) -> Profile:
-    """Return the latest records of a run as samples, with all alarms of the run as findings."""
+    """Return the profile of a run: its latest records as samples, and all of its alarms as findings."""
     log = survey(path, name)
     run, latest, alarms = log.chosen, deque[Record](maxlen=LATEST), []
     for record in log.reader.records_of(run):

@@ -15,24 +15,24 @@ from attnscale.theory.significance import holm, student_tail
 if TYPE_CHECKING:
     from attnscale.comparing.comparison import HeadChange
 
-LEVEL = 0.05  # probability that anything is reported if nothing changed: over all heads and statistics together
-EXACT = "scale_applied"  # read from the operations, so one sequence is enough
-LEAST_ERROR = 0.0005  # shown
-JUDGED = ("spread", "entropy_ratio", "jacobian_trace")  # those with a bad end
-LARGEST_LOG = 700.0  # e to more than that is not a float
+LEVEL = 0.05  # probability of any report, over all heads and statistics, if nothing changed
+EXACT = "scale_applied"  # has no sampling error, so one sequence is enough
+LEAST_ERROR = 0.0005  # smaller errors are not shown
+JUDGED = ("spread", "entropy_ratio", "jacobian_trace")  # statistics that can get worse
+LARGEST_LOG = 700.0  # exp() of more overflows a float
 
 
 @dataclass(frozen=True)
 class StatisticChange:
-    """Means over samples, and their change: the logarithm of the ratio, or the difference of shares."""
+    """Means over samples and their change: the logarithm of the ratio, or the difference for shares."""
 
     statistic: str
     before: float
     after: float
     change: float
-    error: float  # its standard error; NaN for a single sample
-    chance: float  # of a change as large if nothing changed
-    is_significant: bool = False  # significant among all that was compared, and larger than the tolerance
+    error: float  # standard error of the change; NaN for a single sample
+    chance: float  # p-value
+    is_significant: bool = False  # after correction for all comparisons, and above the tolerance
 
     @property
     def size(self) -> float:
@@ -41,14 +41,14 @@ class StatisticChange:
 
     @property
     def is_worse(self) -> bool:
-        """True if it moved towards the bad end of its statistic."""
+        """True if the statistic changed for the worse."""
         if self.statistic not in JUDGED:
             return False
         return self.change > 0 if STATISTICS[self.statistic].bad == "large" else self.change < 0
 
     @property
     def text(self) -> str:
-        """The change in words: `× 1.52 ± 0.03`, `+0.12 ± 0.01` for a share, `+12 ± 1` for a percentage, or `same`."""
+        """Change as text: `× 1.52 ± 0.03`, `+0.12 ± 0.01` for a share, `+12 ± 1` for a percentage, or `same`."""
         if self.change == 0:
             return "same"
         if self.statistic in RATIOS:
@@ -65,12 +65,12 @@ class StatisticChange:
         return f"{entry.long} {before} to {after} ({self.text})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return plain values for JSON."""
         return {name: finite(each) if isinstance(each, float) else each for name, each in asdict(self).items()}
 
 
 def statistic_change(name: str, before: Numbers, after: Numbers, paired: bool) -> StatisticChange:
-    """Compare two sets of samples of a statistic; paired samples are of the same inputs."""
+    """Compare two sets of samples of a statistic; paired samples have the same inputs."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = name in RATIOS
         one, other = (np.log(np.abs(each)) if logs else each for each in (before, after))
@@ -88,7 +88,7 @@ def statistic_change(name: str, before: Numbers, after: Numbers, paired: bool) -
 
 
 def mark_significant(heads: "Sequence[HeadChange]", tolerance: float) -> "list[HeadChange]":
-    """Mark the changes that are significant, by one level for everything that was compared."""
+    """Mark the significant changes, corrected for the number of comparisons."""
     moves = [move for head in heads for move in head.moves.values()]
     beyond = iter(holm([move.chance for move in moves], LEVEL).tolist())
     return [
@@ -108,7 +108,7 @@ def _plus_minus(error: float) -> str:
 
 
 def _decimals(value: float) -> int:
-    """Return the decimals that show the first digit of a number.
+    """Return the number of decimals that show the first significant digit.
 
     >>> _decimals(0.02), _decimals(0.5), _decimals(12)
     (2, 1, 0)
@@ -125,7 +125,7 @@ def _chance(name: str, change: float, error: float, freedom: float) -> float:
 
 
 def _freedom(first: float, count: int, second: float, other: int) -> float:
-    """Welch's degrees of freedom for the difference of two means."""
+    """Return Welch's degrees of freedom for the difference of two means."""
     if not first + second > 0:
         return 1.0
     parts = first**2 / max(count - 1, 1) + second**2 / max(other - 1, 1)

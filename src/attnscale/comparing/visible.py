@@ -1,4 +1,4 @@
-"""Keys that each query of a layer sees, and the difference between two runs of one layer in words."""
+"""Visible keys of each query of a layer, and a description of their differences between two runs."""
 
 import hashlib
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from attnscale.watching.layer import Layer
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """Visible keys of the longest call of a layer: `shown` broadcasts to (batch, heads, q_len, kv_len)."""
+    """Visible keys in the longest call of a layer; `shown` broadcasts to (batch, heads, q_len, kv_len)."""
 
     shown: Tensor
-    padding: Tensor | None  # (batch, q_len): queries that are padding, whose keys do not matter
-    is_self: bool  # queries are the last of the positions of the keys
+    padding: Tensor | None  # (batch, q_len): True for padding queries, which are not compared
+    is_self: bool  # True if the queries are the last positions of the keys
 
     @classmethod
     def of(cls, layer: Layer) -> "VisibleKeys | None":
-        """Read the visible keys of a layer that was watched with keep=True; None where they are not known."""
+        """Return the visible keys of a layer that was watched with keep=True; None if they are unknown."""
         if not layer.kept or len(layer.kept) < layer.calls:
             return None
         call = max(layer.kept, key=lambda each: each.query.shape[-2])
@@ -31,7 +31,7 @@ class VisibleKeys:
         if shown is None:
             shown = torch.ones(1, 1, dtype=torch.bool, device=device)
         shown = shown[(None,) * (4 - shown.dim())].expand(-1, -1, rows, keys)
-        if layer.sinks is not None:  # a sink that is written out is kept as a key of zeros
+        if layer.sinks is not None:  # an explicit sink is stored as a key of zeros
             shown = shown[..., (call.key != 0).any(-1).flatten(0, -2).any(0)]
             keys = shown.shape[-1]
         shown = shown.cpu()
@@ -40,7 +40,7 @@ class VisibleKeys:
 
     @property
     def mean(self) -> float:
-        """Number of keys that a query sees, on average over queries that are not padding."""
+        """Mean number of visible keys per query, without padding queries."""
         counts = self.shown.sum(-1).double()
         if self.padding is None:
             return float(counts.mean())
@@ -49,14 +49,14 @@ class VisibleKeys:
 
     @property
     def digest(self) -> str:
-        """A digest of the visible keys."""
+        """Digest of the visible keys."""
         counted = self.shown if self.padding is None else self.shown & ~self.padding[:, None, :, None]
         packed = np.packbits(counted.contiguous().numpy())
         return hashlib.sha256(repr(tuple(counted.shape)).encode() + packed.tobytes()).hexdigest()[:16]
 
 
 def differences(one: VisibleKeys, other: VisibleKeys, name: str) -> Iterator[str]:
-    """Yield in words how the visible keys of `other` differ from those of `one`, which the backend `name` made."""
+    """Describe how the visible keys of `other` differ from those of `one`, the run of backend `name`."""
     if one.shown.shape[-2:] != other.shown.shape[-2:]:
         yield f"it has {_sizes(other)} queries and keys, and {name} has {_sizes(one)}"
         return
@@ -68,7 +68,7 @@ def differences(one: VisibleKeys, other: VisibleKeys, name: str) -> Iterator[str
 
 
 def _one_way(less: VisibleKeys, more: VisibleKeys, counted: Tensor, relative: str, verb: str) -> Iterator[str]:
-    """Explain the keys that `more` shows and `less` hides: padding, later keys, a longer window, and the rest."""
+    """Describe the keys that `more` shows and `less` hides: padding, later keys, a longer window, or others."""
     extra = more.shown & ~less.shown & counted
     padding = extra & ~(less.shown & counted).any(-2, keepdim=True)
     if padding.any():
@@ -99,7 +99,7 @@ def _one_way(less: VisibleKeys, more: VisibleKeys, counted: Tensor, relative: st
 
 
 def _window(keys: VisibleKeys, counted: Tensor, offsets: Tensor) -> int:
-    """Return the largest number of keys from the earliest visible one to the query itself."""
+    """Return the window: the largest number of keys from the earliest visible key to the query itself."""
     shown = keys.shown & counted & (offsets <= 0)
     return 1 - int(offsets.expand_as(shown)[shown].min()) if shown.any() else 0
 

@@ -1,4 +1,4 @@
-"""Declarations of a model about its scale: configuration, attributes, source code, published exceptions."""
+"""Read the scale that a model declares: in its configuration, attributes and source code, or by its architecture."""
 
 from attnscale.declared.declaration import Authority, Declared, declared
 

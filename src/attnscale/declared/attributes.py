@@ -1,8 +1,8 @@
-"""Read the scale, the soft-cap and the QK-norm that attributes of an attention module can mean.
+"""Read the scale, the soft-cap and attnscale's rules from the attributes of an attention module.
 
-`self.scale` may as well weigh a residual branch. So the source code of the class is read: does it multiply or divide a
-query, a key or scores by the attribute, or pass it on as a `scale`? Code that a fused path leaves unused counts: that
-is how a scale comes to be ignored without a word.
+`self.scale` may also weight a residual branch. So the source code of the class is parsed: does it multiply or divide a
+query, a key or scores by the attribute, or pass it on as a `scale`? Code that a fused path does not run counts too: a
+fused path often ignores the scale silently.
 """
 
 import ast
@@ -21,7 +21,7 @@ from attnscale.declared.fields import Parents, positive
 from attnscale.rules import about_rule
 from attnscale.rules.apply import Scale, apply_scale
 
-# In the order of how surely they mean the scale of the scores.
+# Sorted by decreasing certainty that the name means the scale of the scores.
 SCALE_NAMES = (
     "softmax_scale", "sm_scale", "qk_scale", "scaling", "scale", "attn_scale", "attention_scale", "score_scale",
     "inv_norm_factor", "norm_factor", "scale_attn", "scale_factor", "scaling_factor", "rescale_factor", "norm_fact",
@@ -32,7 +32,7 @@ SOFTCAP_NAMES = (
     "attn_logit_softcapping", "attn_logit_softcap", "attn_softcap", "attention_softcap", "logit_softcap",
     "logits_soft_cap", "attention_logits_soft_cap", "softcap", "soft_cap", "attn_logit_cap", "logit_cap",
 )  # fmt: skip
-SAME = 1e-3  # relative: √d rounded to float32, or written with a few digits
+SAME = 1e-3  # relative tolerance; covers √d written with a few digits
 SCORED = re.compile(r"^(q|k|qs|ks|qk|xq|xk)$|quer|key|score|attn_w|attention_w|logit|energy|sim$|^dots?$|^attn$|^att$")
 SCALE_KEYWORDS = {"scale", "scaling", "softmax_scale", "sm_scale", "qk_scale"}
 PRODUCTS = {"matmul", "einsum", "bmm"}
@@ -40,7 +40,7 @@ PRODUCTS = {"matmul", "einsum", "bmm"}
 
 @dataclass(frozen=True)
 class AttributeScale:
-    """A number that may be the scale of the scores, and the multipliers that it can mean."""
+    """Number that may be the scale of the scores, and the multipliers that it can mean."""
 
     scale: float
     source: str
@@ -49,10 +49,10 @@ class AttributeScale:
 
 
 def attribute_scale(around: Parents, head_dim: int) -> AttributeScale | None:
-    """Return the first attribute that can mean a scale: a multiplier, a divisor, or a root given to query and key each.
+    """Return the first attribute that can mean a scale: a multiplier, a divisor, or a factor on query and key each.
 
-    A second attribute may multiply it, as a learned temperature does. A value of 1 is skipped: modules keep it where
-    the query was scaled before.
+    A second attribute may multiply it, as a learned temperature does. A value of 1 is skipped, because modules that
+    scale the query earlier set it.
     """
     for path, module in around:
         numbers = {name: value for name in SCALE_NAMES if (value := positive(module, name)) and value != 1}
@@ -62,20 +62,20 @@ def attribute_scale(around: Parents, head_dim: int) -> AttributeScale | None:
         use = _use_in_code(module, name)
         scale, readings = _readings(numbers[name], use, head_dim)
         products = tuple(scale * factor for other in others for factor in (numbers[other], 1 / numbers[other]))
-        outright = (numbers[name],) if name in UNMISTAKABLE else ()  # also where its square restates 1/√d_k
+        outright = (numbers[name],) if name in UNMISTAKABLE else ()  # also if its square equals 1/√d_k
         sure = bool(outright) or use is not None
         return AttributeScale(scale, _source(path, name), readings + outright + products, sure)
     return None
 
 
 def scale_of_one(around: Parents) -> str:
-    """Return the first attribute that can mean a scale and is 1; empty where none is."""
+    """Return the name of the first scale attribute with the value 1; empty if there is none."""
     ones = (_source(path, name) for path, module in around for name in SCALE_NAMES if positive(module, name) == 1)
     return next(ones, "")
 
 
 def _readings(value: float, use: str | None, head_dim: int) -> tuple[float, tuple[float, ...]]:
-    """Return the multiplier that a number most likely is, and all that it can mean."""
+    """Return the most likely multiplier for a number, and all possible ones."""
     readings = (min(value, 1 / value), max(value, 1 / value), value**2, value**-2)
     usual = head_dim**-0.5
     is_restated = any(math.isclose(reading, usual, rel_tol=SAME) for reading in readings)
@@ -94,7 +94,7 @@ def attribute_softcap(around: Parents) -> tuple[float, str] | None:
 
 
 def attribute_rule(around: Parents, head_dim: int) -> tuple[float | None, str] | None:
-    """Return the rule of attnscale that a module holds; its value is None where it depends on tensors or is learned."""
+    """Return the value and the name of a module's attnscale rule; the value is None if learned or data-dependent."""
     for path, module in around:
         for name in ("rule", "scale"):
             rule = getattr(module, name, None)
@@ -113,8 +113,8 @@ def _is_ours(kind: type | FunctionType) -> bool:
 
 
 def _constant_value(rule: Scale, head_dim: int) -> float | None:
-    known = about_rule(rule)
-    if isinstance(rule, nn.Module | Tensor) or (known is not None and known.needs_visible):
+    about = about_rule(rule)
+    if isinstance(rule, nn.Module | Tensor) or (about is not None and about.needs_visible):
         return None
     ones = torch.ones(1, 1, 2, head_dim)
     query, key, scale = apply_scale(rule, ones, ones, lambda: None)
@@ -122,9 +122,9 @@ def _constant_value(rule: Scale, head_dim: int) -> float | None:
 
 
 def _use_in_code(module: nn.Module, attribute: str) -> str | None:
-    """Return how a class of the module uses `self.<attribute>` on q, k or scores: "times" or "over"; None: not at all.
+    """Return how the module's code uses `self.<attribute>` on q, k or scores: "times", "over", or None if it does not.
 
-    To be passed on as a scale is "times".
+    An attribute that is passed on as a scale counts as "times".
     """
     kinds = filter(_is_written_by_hand, type(module).__mro__)
     return next((use for kind in kinds if (use := _scaling_attributes(kind).get(attribute))), None)
@@ -136,7 +136,7 @@ def _is_written_by_hand(kind: type) -> bool:
 
 @cache
 def _scaling_attributes(kind: type) -> dict[str, str]:
-    """Attributes of self that scale scores somewhere in the source of a class; none where there is no source."""
+    """Return the attributes of self that scale scores in the source of a class; empty if there is no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):

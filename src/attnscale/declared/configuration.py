@@ -1,4 +1,4 @@
-"""Read the scale, the soft-cap and the QK-norm that a configuration object sets, and what its architecture implies."""
+"""Read the scale, the soft-cap and the QK-norm from a configuration, or from the published architecture."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from attnscale.declared.fields import QK_NORM_FLAGS, Parents, field, field_names, layer_index, number, positive
 from attnscale.rules.yarn import sharpening
 
-# Fields that set the multiplier itself, and fields of which it is one over the root.
+# Fields that set the multiplier, and fields that set x for a multiplier of 1/√x.
 MULTIPLIERS = ("attention_multiplier", "softmax_scale", "attention_softmax_scale", "sm_scale", "qk_scale")
 UNDER_ROOT = ("query_pre_attn_scalar", "attention_scores_scalar")
 ROTARY = ("rope_parameters", "rope_scaling")
 LATENTS = ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank")  # widths of multi-head latent attention
-BY_WEIGHTS, BY_LAYER = "scale_attn_weights", "scale_attn_by_inverse_layer_idx"  # GPT-2's two switches
+BY_WEIGHTS, BY_LAYER = "scale_attn_weights", "scale_attn_by_inverse_layer_idx"  # GPT-2's two flags
 KNOWN_FIELDS = (
     *MULTIPLIERS, *UNDER_ROOT, *QK_NORM_FLAGS, "attn_config", BY_WEIGHTS, BY_LAYER, "key_multiplier", *ROTARY,
     *LATENTS,
@@ -24,32 +24,32 @@ KNOWN_FIELDS = (
 SOFTCAP = re.compile(r"^(conf_)?(attn|attention)_(logits?_)?(soft_?cap(ping)?|cap)$|^(attn|attention)_logits?_softcap")
 MODULE_FIELDS = frozenset(vars(nn.Module()))
 
-# Published architectures whose scale is not 1/√d_k, and whose configuration does not say so. Read from their code in
-# transformers 5.22; tests/declared/test_architectures.py builds each and compares the scale it applies. An
-# architecture is known by the `model_type` of the configuration of its attention, never by its weights.
-# Folded into the initialisation of the query projection (T5 and its descendants), left out (GPT-Neo, Dia), or left to
+# Published architectures with a scale other than 1/√d_k that is not in their configuration, from their code in
+# transformers 5.22; tests/declared/test_architectures.py builds each and compares the applied scale. They are
+# identified by the `model_type` of their configuration, never by their weights.
+# Folded into the initialisation of the query projection (T5 and its descendants), omitted (GPT-Neo, Dia), or left to
 # the gains of a QK-norm (Gemma 3n and 4):
 UNSCALED = {
     "t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano",
     "pix2struct_text_model", "pix2struct_vision_model", "gpt_neo", "dia_encoder", "dia_decoder",
     "gemma3n_text", "gemma4_text",
 }  # fmt: skip
-DISENTANGLED = {"deberta", "deberta-v2", "sew-d"}  # three products under one root, 1/√(3 d_k) where all are used
+DISENTANGLED = {"deberta", "deberta-v2", "sew-d"}  # sum of up to three products; 1/√(3 d_k) for all three
 BY_DIM = {"inkling_text"}  # normalised queries and keys, divided by d_k
 BY_WIDTH = {"cvt"}  # 1/√width of the stage: the released weights were trained with it
 
 
 class Config(NamedTuple):
-    """A configuration object, and the name of the attribute that holds it."""
+    """Configuration object, and the name of its attribute."""
 
     name: str
     values: object
 
 
 def configs_at(parents: Parents) -> list[Config]:
-    """Return the configurations of the nearest module that has one.
+    """Return the configurations of the nearest module that has any.
 
-    A `config` counts in any case, another attribute if it is an object with a field that is known here.
+    The attribute `config` always counts. Another attribute counts if it is an object with one of the KNOWN_FIELDS.
     """
     for _, module in parents:
         found = [Config(name, value) for name, value in _held_by(module)]
@@ -59,7 +59,7 @@ def configs_at(parents: Parents) -> list[Config]:
 
 
 def configured_scale(configs: list[Config], parents: Parents, head_dim: int) -> tuple[float, str] | None:
-    """Return the multiplier that a configuration sets, and the field that sets it."""
+    """Return the multiplier set by a configuration, and the name of the field."""
     for name, config in configs:
         for prefix, holder in ((name, config), (f"{name}.attn_config", field(config, "attn_config"))):
             for scalar in UNDER_ROOT:
@@ -82,7 +82,7 @@ def configured_scale(configs: list[Config], parents: Parents, head_dim: int) -> 
 
 
 def configured_softcap(configs: list[Config], path: str) -> tuple[float, str] | None:
-    """Return the soft-cap of the attention's scores; a conformer's counts in an audio tower alone."""
+    """Return the soft-cap of the scores and its field; a conformer's soft-cap counts only in an audio tower."""
     is_audio = "audio" in path or "conformer" in path
     for holder, config in configs:
         for name in filter(SOFTCAP.match, field_names(config)):
@@ -93,11 +93,11 @@ def configured_softcap(configs: list[Config], path: str) -> tuple[float, str] | 
 
 
 def rotary_factor(configs: list[Config]) -> tuple[float, str, float]:
-    """Return what a stretched rotary embedding multiplies the scores by, and the field that says so.
+    """Return the factor of a stretched rotary embedding on the scores, the name of its field, and a wrong factor.
 
-    That is (0.1 m ln s + 1)², 1 where there is none. Models put it into the rotation, where it is no scale, or into the
-    softmax's scale (DeepSeek), so both are right. The third value is the factor of `mscale`, where `mscale_all_dim` is
-    another and counts; else it is the factor itself.
+    The factor is (0.1 m ln s + 1)², or 1 without stretching. Models apply it in the rotation, where it is no scale, or
+    in the scale of the softmax (DeepSeek); both are right. The wrong factor uses `mscale` for m where `mscale_all_dim`
+    is the right field; without such a difference it equals the factor.
     """
     fields = ((f"{name}.{each}", field(config, each)) for name, config in configs for each in ROTARY)
     source, rope = next(((source, each) for source, each in fields if isinstance(each, Mapping) and each), ("", {}))
@@ -114,7 +114,7 @@ def rotary_factor(configs: list[Config]) -> tuple[float, str, float]:
 
 
 def architecture_scale(configs: list[Config], around: Parents, head_dim: int) -> tuple[float, str] | None:
-    """Return the multiplier that a published architecture applies though no field of its configuration says so."""
+    """Return the multiplier of a published architecture that is not in its configuration, and the architecture."""
     config = next((values for _, values in configs if isinstance(field(values, "model_type"), str)), None)
     kind, scale = field(config, "model_type"), None
     if kind in UNSCALED:
@@ -131,7 +131,7 @@ def architecture_scale(configs: list[Config], around: Parents, head_dim: int) ->
 
 
 def _held_by(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield the configurations that a module holds, `config` first."""
+    """Yield the names and configurations of a module's attributes, `config` first."""
     config = getattr(module, "config", None)
     if _is_configuration(config):
         yield "config", config
@@ -143,7 +143,7 @@ def _held_by(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _known_fields(config: object) -> Iterator[str]:
-    """Yield the fields of an object that are read here and not left unset."""
+    """Yield the KNOWN_FIELDS that an object sets."""
     for name in field_names(config):
         value = field(config, name)
         is_set = value is not None and (value is not False or name == BY_WEIGHTS)

@@ -1,8 +1,8 @@
-"""Read what a model says about its attention: the scale, the soft-cap, a QK-norm.
+"""Read the scale, the soft-cap and the QK-norm that a model declares.
 
-A configuration says it outright, and a published architecture by its name. An attribute such as `self.scale` may be
-a multiplier, a divisor or a fourth root given to both query and key, and it may be the very mistake that is looked
-for; `Authority` tells these apart.
+A configuration and a published architecture define the scale. An attribute such as `self.scale` may be a multiplier, a
+divisor, or a fourth root applied to both query and key, and it may itself be a mistake. `Authority` distinguishes
+these cases.
 """
 
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from torch import nn
 from attnscale.declared import attributes, configuration
 from attnscale.declared.fields import QK_NORM_FLAGS, Parents, attentions_among, field, parents_of
 
-FOLDED = "_attnscale_folded"  # travels with the module when it is copied or pickled, not in its state_dict
+FOLDED = "_attnscale_folded"  # kept when the module is copied or pickled; not in its state_dict
 
 
 class Authority(IntEnum):
-    """Weight of a declared scale as evidence."""
+    """Reliability of a declared scale."""
 
     NONE = 0  # nothing is declared
-    ATTRIBUTE = 1  # a number that may mean the scale: it excuses what it matches, and accuses of nothing
-    NAMED = 2  # a number that can only mean the scale: what is not applied was ignored, but it may itself be wrong
-    CONFIGURED = 3  # a configuration, a published architecture or a rule: whatever it says is a choice
+    ATTRIBUTE = 1  # a number that may mean the scale: a match is accepted, a mismatch is no error
+    NAMED = 2  # a number that can only mean the scale: a mismatch is an error, but a match may be wrong too
+    CONFIGURED = 3  # a configuration, a published architecture or a rule: any value is a deliberate choice
 
 
 @dataclass(frozen=True)
 class Declared:
-    """Declarations of a model, None where it makes none; `source` names the field: `config.query_pre_attn_scalar`."""
+    """Values that a model declares, or None; a source is a field, such as `config.query_pre_attn_scalar`."""
 
     scale: float | None = None
     scale_source: str = ""
@@ -35,22 +35,22 @@ class Declared:
     softcap_source: str = ""
     qk_norm: bool = False
     qk_norm_source: str = ""
-    scale_readings: tuple[float, ...] = ()  # every multiplier that the declaration can mean
+    scale_readings: tuple[float, ...] = ()  # all multipliers that the declaration can mean
     scale_authority: Authority = Authority.NONE
-    scale_of_one: str = ""  # an attribute of 1 that is the scale: left out, or chosen beside a norm
-    stretch: float = 1.0  # by which the scores are to be multiplied, once, where a context was stretched
+    scale_of_one: str = ""  # name of a scale attribute with the value 1: forgotten, or chosen together with a norm
+    stretch: float = 1.0  # factor on the scores for a stretched context, to be applied once
     stretch_source: str = ""
-    stretch_confused: float = 1.0  # the factor of mscale, where mscale_all_dim is another
-    folded: float | None = None  # what rescale_() or calibrate_() put into the weights, in place of a multiplier
+    stretch_confused: float = 1.0  # the factor with mscale in place of mscale_all_dim
+    folded: float | None = None  # factor that rescale_() or calibrate_() folded into the weights
 
 
 def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
-    """Read the configuration nearest to the module at `path`, then the attributes of that module and those around it.
+    """Read the nearest configuration of the module at `path`, then the attributes of the module and its parents.
 
     >>> attention = nn.Module()
     >>> attention.scale = 8.0
-    >>> said = declared(nn.ModuleDict({"attn": attention}), "attn", head_dim=64)
-    >>> said.scale, said.scale_source
+    >>> found = declared(nn.ModuleDict({"attn": attention}), "attn", head_dim=64)
+    >>> found.scale, found.scale_source
     (0.125, 'attn.scale')
     """
     parents = parents_of(model, path)
@@ -69,10 +69,10 @@ def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
 
 
 def _qk_norm_source(configs: list[configuration.Config], around: Parents) -> str:
-    """Return the flag that turns a QK-norm on; a norm that was built is watched, not read here.
+    """Return the name of the flag that enables a QK-norm.
 
-    Published architectures are not held to it: Llama 4 normalises the layers with rotary embedding only, and its
-    flag is the model's, not the layer's.
+    A flag in the configuration of a published architecture is ignored: Llama 4 has one flag for the model, and
+    normalises only the layers with rotary embedding.
     """
     is_published = bool(around) and type(around[0][1]).__module__.startswith("transformers.")
     holders = [*(() if is_published else configs), *around]
@@ -81,7 +81,7 @@ def _qk_norm_source(configs: list[configuration.Config], around: Parents) -> str
 
 
 def note_folded(module: nn.Module, factor: float) -> None:
-    """Note that the queries and keys that a module makes were multiplied, together, by this factor."""
+    """Record a factor on q·k that was folded into the weights of a module."""
     setattr(module, FOLDED, getattr(module, FOLDED, 1.0) * factor)
 
 

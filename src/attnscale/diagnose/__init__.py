@@ -1,4 +1,4 @@
-"""Layers that were watched -> verdicts, causes, findings, and what a fix would do."""
+"""Diagnose watched layers: verdicts, causes, findings, and the effect of a fix."""
 
 from attnscale.diagnose.alarm import LayerSnapshot, Thresholds, layer_alarm, next_threshold
 from attnscale.diagnose.auditing import Audit, audit, audited, diagnose

@@ -1,7 +1,7 @@
-"""Alarms of a training run: numbers of a layer, and losses, become findings by thresholds with a published meaning.
+"""Raise alarms in a training run when the scores of a layer, or the loss, cross a published threshold.
 
-A layer has one alarm at a time, and another one when things get more serious. A trained model is compared with its
-first sampled step: the numbers it had then are normal for it, and an alarm is what has become worse since.
+A layer has one alarm at a time; a second alarm follows only when the layer gets worse. A trained model is compared with
+its first sampled step: those numbers count as normal, and an alarm reports what became worse since.
 """
 
 import math
@@ -17,26 +17,26 @@ from attnscale.diagnose.scores import DEAD_GAIN, EXPLODING, threshold_reached
 from attnscale.measure.uncertainty import NORMAL
 from attnscale.plain import readable
 
-# Of ln n, mean of a layer. Runs whose attention entropy collapsed are those that became unstable (Zhai et al. 2023,
-# arXiv:2303.06296); they name no number. At 0.05 a row of 1,024 keys looks at 1.4 of them.
+# Mean row entropy of a layer, divided by ln n. Training becomes unstable when entropy collapses (Zhai et al. 2023,
+# arXiv:2303.06296); the paper gives no threshold. At 0.05 a row of 1,024 keys attends to 1.4 of them.
 ENTROPY_FLOOR = 0.05
-HARMFUL = 1e3  # forecasts are alarms from the threshold on at which losses deteriorate
+HARMFUL = 1e3  # a forecast raises an alarm only for this threshold and higher ones: losses deteriorate here
 NO_SAMPLES = Trend((), (), ())
-WORSE = 1.25  # times the baseline of a trained model: less is no change
-GROWN = 0.1  # of a logarithm: a factor that grew by less is not the cause
-OVER = 2.0  # times a threshold or a floor: an alarm is over when its number is as far on the other side
+WORSE = 1.25  # a trained model got worse if a number exceeds its baseline by this factor
+GROWN = 0.1  # a factor whose logarithm grew by less is not the cause
+OVER = 2.0  # an alarm ends when its number is back on the good side of the threshold by this factor
 FLOORS = {
     "entropy_ratio": "Mean row entropy is {:.2g}% of its maximum (alarm below {:g}%).",
     "jacobian_trace": "The softmax passes {:.2g}% of the gradient (alarm below {:g}%).",
 }
-# A loss diverges when this many samples in a row lie above the lowest level it had by all of: so many standard
-# deviations of its noise, this share of what training had gained, and this share of the level itself.
+# A loss diverges when this many consecutive samples exceed its lowest level by all three: this many standard deviations
+# of its noise, this share of the loss that training had gained, and this share of the level itself.
 LOSS_SAMPLES, LOSS_NOISE, LOSS_GAIN, LOSS_LEVEL = 3, 8.0, 0.5, 0.5
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """When to raise an alarm; a limit of None raises none."""
+    """Limits at which alarms are raised; None disables a limit."""
 
     entropy_ratio: float | None = ENTROPY_FLOOR
     jacobian_trace: float | None = DEAD_GAIN
@@ -58,32 +58,32 @@ class ScaleError:
     """A wrong multiplier that the audit of the first sampled step found in a layer."""
 
     code: str
-    correction: float  # factor that takes the multiplier to what it should be
+    correction: float  # right multiplier / applied multiplier
 
 
 @dataclass(frozen=True)
 class LayerSnapshot:
-    """Numbers of one layer at one step, by which alarms are raised."""
+    """Numbers of one layer at one sampled step."""
 
     layer: str
-    max: float  # largest score as far as softmax sees it
+    max: float  # largest score, without a shift of the whole row
     max_head: int
-    entropy_ratio: float  # means of its heads
+    entropy_ratio: float  # mean over heads, as is jacobian_trace
     jacobian_trace: float
-    broken_heads: int  # with scores that are NaN or infinite
+    broken_heads: int  # number of heads with NaN or infinite scores
     trend: Trend = NO_SAMPLES
-    error: Callable[[str], float] = lambda name: 0.0  # standard error of one of its means, where rows were sampled
-    change: Callable[[], Change | None] = lambda: None  # of the factors of its scores since the first sampled step
-    baseline: Baseline | None = None  # of a trained model
-    is_clipped: bool = False  # by QK-Clip
-    largest: float = math.nan  # the score itself, where softmax sees less of it
+    error: Callable[[str], float] = lambda name: 0.0  # standard error of a mean; 0 if all rows were measured
+    change: Callable[[], Change | None] = lambda: None  # since the first sampled step
+    baseline: Baseline | None = None  # None for a model that is not trained
+    is_clipped: bool = False  # QK-Clip acts on this layer
+    largest: float = math.nan  # largest score with the shift of its row, if that is larger than `max`
     step: int = 0
     scale_error: ScaleError | None = None
-    rescaled: tuple[str, ...] = ()  # "queries", "keys": normalised, or given a temperature, after their projection
+    rescaled: tuple[str, ...] = ()  # "queries", "keys": sides with a norm or temperature after the projection
 
     @property
     def cause(self) -> str:
-        """A sentence that names the factors of the scores that grew, the first one most; empty where none did."""
+        """Sentence that lists the factors of the scores that grew, largest first; empty if none grew."""
         change = self.change()
         if change is None or not math.isfinite(change.total) or not self.grown_factor:
             return ""
@@ -95,19 +95,19 @@ class LayerSnapshot:
 
     @property
     def grown_factor(self) -> str:
-        """The factor that grew most: `multiplier`, `norms`, `temperature` or `alignment`; empty where none did."""
+        """Factor that grew most: `multiplier`, `norms`, `temperature` or `alignment`; empty if none grew."""
         change = self.change()
         factor = "" if change is None else change.grown_factor(GROWN)
         return "temperature" if factor == "norms" and change is not None and self._is_rescaled(change) else factor
 
     def _is_rescaled(self, change: Change) -> bool:
-        """Return True if the side whose norm grew most is rescaled after its projection, which may be what grew."""
+        """Return True if the side with the largest growth of its norm is rescaled after its projection."""
         side = "queries" if change.query_norm >= change.key_norm else "keys"
         return max(change.query_norm, change.key_norm) > GROWN and side in self.rescaled
 
     @property
     def largest_score(self) -> str:
-        """The largest score and its step, with its height above the mean of its row where that is less serious."""
+        """Largest score and its step, with its height above the row mean if that is less serious."""
         largest = self.max if math.isnan(self.largest) else self.largest
         is_shifted = threshold_reached(largest) != threshold_reached(self.max)
         height = f", {readable(self.max, 4)} above the mean of its row," if is_shifted else ""
@@ -116,7 +116,7 @@ class LayerSnapshot:
 
 @dataclass(frozen=True)
 class Reason:
-    """One thing that is wrong. `name` identifies it at a later step: `reached 100`, `ahead 1000`, `entropy_ratio`."""
+    """One reason for an alarm. `name` identifies it at later steps: `reached 100`, `ahead 1000`, `entropy_ratio`."""
 
     name: str
     code: str
@@ -129,13 +129,13 @@ class Reason:
 def layer_alarm(
     snapshot: LayerSnapshot, limits: Thresholds, standing: Mapping[str, int]
 ) -> tuple[Finding | None, dict[str, int]]:
-    """Return the alarm of a layer at a step, and the reasons that stand from then on, each with the step it began at.
+    """Return the alarm of a layer at a step, and the active reasons, each with the step at which it began.
 
-    `standing` are the reasons that stood before. A layer has one alarm with everything that is wrong with it, and
-    another one only when that is more serious: entropy that falls because scores explode is no second alarm.
+    `standing` holds the reasons that were active before. One alarm lists all reasons of a layer. A new alarm is raised
+    only when the layer gets worse: entropy that falls because scores explode is not a second alarm.
     """
     reasons = list(_reasons(snapshot, limits, standing))
-    kept = {name: since for name, since in standing.items() if _stands(name, snapshot, limits)}
+    kept = {name: since for name, since in standing.items() if _is_active(name, snapshot, limits)}
     after = {reason.name: snapshot.step for reason in reasons} | kept
     rank = max((_rank(reason.name) for reason in reasons), default=-1.0)
     if rank <= max(map(_rank, kept), default=-1.0):
@@ -148,25 +148,25 @@ def layer_alarm(
 
 
 def next_threshold(value: float, is_clipped: bool = False) -> float | None:
-    """Return the first published threshold above a score, without the one where QK-Clip acts if it is in use."""
+    """Return the first published threshold above a score; skip the threshold of QK-Clip if it is in use."""
     return min((limit for limit, _, _ in EXPLODING[: -1 if is_clipped else None] if limit > value), default=None)
 
 
 def diverged_from(losses: Sequence[float]) -> float | None:
-    """Return the lowest level of a loss that diverges; None where it does not.
+    """Return the lowest level of a diverging loss; None if the loss does not diverge.
 
     >>> diverged_from([10, 8, 7, 6, 5.5, 5.2, 5.1, 5.0, 4.9, 4.8, 9, 9.5, 10])
     4.9
     """
     if not losses or not math.isfinite(losses[-1]):
         return min((loss for loss in losses if math.isfinite(loss)), default=math.nan) if losses else None
-    known = [loss for loss in losses if math.isfinite(loss)]
-    before, latest = known[:-LOSS_SAMPLES], known[-LOSS_SAMPLES:]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    before, latest = finite[:-LOSS_SAMPLES], finite[-LOSS_SAMPLES:]
     if len(before) < LOSS_SAMPLES:
         return None
     level = min(median(before[at : at + LOSS_SAMPLES]) for at in range(len(before) - LOSS_SAMPLES + 1))
     noise = MAD_TO_STD * median(abs(after - one) for one, after in pairwise(before)) / math.sqrt(2)
-    margin = max(LOSS_NOISE * noise, LOSS_GAIN * (known[0] - level), LOSS_LEVEL * abs(level))
+    margin = max(LOSS_NOISE * noise, LOSS_GAIN * (finite[0] - level), LOSS_LEVEL * abs(level))
     return level if min(latest) > level + margin else None
 
 
@@ -190,9 +190,9 @@ def loss_alarm(loss: float, level: float, step: int, layers: Sequence[LayerSnaps
 
 
 def _reasons(snapshot: LayerSnapshot, limits: Thresholds, standing: Mapping[str, int]) -> Iterator[Reason]:
-    """Yield what is wrong now, and what will be if growth goes on.
+    """Yield the reasons for an alarm now, and the reasons that a forecast predicts.
 
-    Where the multiplier is wrong, only scores count that would be too large under the right one as well.
+    If the multiplier is wrong, only scores that would be too large at the right scale count.
     """
     if snapshot.broken_heads:
         sentence = f"{snapshot.broken_heads} heads have scores that are NaN or infinite at step {snapshot.step:,}."
@@ -201,11 +201,11 @@ def _reasons(snapshot: LayerSnapshot, limits: Thresholds, standing: Mapping[str,
     error = snapshot.scale_error
     reached = threshold_reached(snapshot.max * (1.0 if error is None else min(1.0, error.correction)))
     if reached is not None and _is_news(reached, snapshot):
-        limit, severity, known = reached
+        limit, severity, published = reached
         name = f"reached {limit:g}"
         since = standing.get(name, snapshot.step)
         passed = f"passed {limit:,.0f} at step {since:,} and " if since < snapshot.step else ""
-        sentence = f"The largest score {passed}is {snapshot.largest_score}; {known}."
+        sentence = f"The largest score {passed}is {snapshot.largest_score}; {published}."
         yield Reason(name, "exploding", severity, sentence, snapshot.max, limit)
     if limits.forecast and error is None:
         yield from _forecast(snapshot, "It" if reached else f"The largest score, {snapshot.largest_score},")
@@ -219,17 +219,17 @@ def _forecast(snapshot: LayerSnapshot, subject: str) -> Iterator[Reason]:
     growth, crossing = snapshot.trend.growth, snapshot.trend.passes(next_threshold(max(snapshot.max, HARMFUL / 2)))
     if growth is None or crossing is None:
         return
-    limit, _, known = next(entry for entry in EXPLODING if entry[0] == crossing.threshold)
+    limit, _, published = next(entry for entry in EXPLODING if entry[0] == crossing.threshold)
     factor = f"{growth.factor:{'.3g' if growth.factor < 1000 else ',.0f'}}"
     sentence = (
         f"{subject} grew × {factor} in the last {growth.observed:,.0f} steps; if this goes on, it will pass "
-        f"{limit:,.0f} {crossing}: {known}."
+        f"{limit:,.0f} {crossing}: {published}."
     )
     yield Reason(f"ahead {limit:g}", "exploding", "warning", sentence, snapshot.max, limit)
 
 
-def _stands(name: str, snapshot: LayerSnapshot, limits: Thresholds) -> bool:
-    """Return True if a reason of an earlier alarm is not over, though it may raise none now."""
+def _is_active(name: str, snapshot: LayerSnapshot, limits: Thresholds) -> bool:
+    """Return True if a reason of an earlier alarm is still active."""
     kind, _, level = name.partition(" ")
     if kind == "reached":
         return snapshot.max * OVER >= float(level)
@@ -243,7 +243,7 @@ def _stands(name: str, snapshot: LayerSnapshot, limits: Thresholds) -> bool:
 
 
 def _rank(name: str) -> float:
-    """Return how serious a reason is; scores that explode are half a rank above the sharp rows that follow from it."""
+    """Return the rank of a reason; exploding scores rank half a step above the sharp rows that they cause."""
     kind, _, level = name.partition(" ")
     if kind == "reached":
         severity = next((severity for limit, severity, _ in EXPLODING if limit == float(level)), "note")
@@ -252,7 +252,7 @@ def _rank(name: str) -> float:
 
 
 def _is_news(reached: tuple[float, str, str], snapshot: LayerSnapshot) -> bool:
-    """Return False where a trained model was as high from the start, or QK-Clip would act and does."""
+    """Return False if a trained model started as high, or if the threshold is that of QK-Clip and QK-Clip is in use."""
     if reached[1] == "note" and snapshot.is_clipped:
         return False
     return snapshot.baseline is None or not snapshot.max < WORSE * snapshot.baseline.max
@@ -268,7 +268,7 @@ def _is_below(snapshot: LayerSnapshot, name: str, floor: float | None) -> bool:
 
 
 def _advice(snapshot: LayerSnapshot) -> str:
-    """Return what helps against the factor that grew, and is not in use yet."""
+    """Return advice against the factor that grew; do not advise what is already in use."""
     grown = snapshot.grown_factor
     if snapshot.scale_error is not None:
         return f"The scale is wrong ({snapshot.scale_error.code}): correct it first, and start again."
@@ -279,9 +279,9 @@ def _advice(snapshot: LayerSnapshot) -> str:
     if grown == "temperature":
         return "The gain of a norm, or a temperature, may have grown: bound it, or train it at a lower rate."
     if snapshot.is_clipped:
-        return "QK-Clip is at work on it: let it act at every step, and lower the learning rate."
+        return "QK-Clip is in use: apply it at every step, and lower the learning rate."
     if snapshot.trend.softcap is not None:
-        return "Its soft-cap bounds the scores and not what makes them: lower the learning rate, or add a QK-norm."
+        return "Its soft-cap bounds the scores, not the queries and keys: lower the learning rate, or add a QK-norm."
     if grown == "alignment":
         return "Queries and keys have turned towards each other: lower the learning rate, or add a soft-cap."
     return "Lower the learning rate, or clip: attnscale.QKClip(model).attach(optimizer)."

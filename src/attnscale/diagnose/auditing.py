@@ -1,4 +1,4 @@
-"""audit: run a model under watch, in both its modes, and diagnose its attention."""
+"""audit: run a model in training and evaluation mode, and diagnose its attention."""
 
 import copy
 import warnings
@@ -25,8 +25,8 @@ from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
 NOTHING_READ = "No attention could be read, so nothing was judged."
-Loss: TypeAlias = Callable[[Any], Tensor]  # of what the model returns
-ROWS_IN_OTHER_MODE = 1  # a head: enough to read how the scores are made
+Loss: TypeAlias = Callable[[Any], Tensor]  # (model output) -> loss
+ROWS_IN_OTHER_MODE = 1  # one row per head shows how the scores are computed
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,36 +35,36 @@ class Audit(PlottedResult):
 
     layers: Mapping[str, Layer]
     trained: bool
-    findings: list[Finding]  # the worst first, then by layer
-    unchecked: tuple[str, ...] = ()  # a sentence each: what was not checked, and why
-    unjudged: str = ""  # why the scores were not judged; empty where they were
-    forward_passes: int = 1  # of the model that were watched; the second is in its other mode
+    findings: list[Finding]  # sorted by severity (worst first), then by layer
+    unchecked: tuple[str, ...] = ()  # sentences that list what was not checked, and why
+    unjudged: str = ""  # reason why the scores were not judged; empty if they were
+    forward_passes: int = 1  # forward passes that were watched; the second runs in the other mode
 
     @property
     def worst(self) -> str | None:
-        """The worst severity found; None where there are no findings."""
+        """Worst severity among the findings; None if there are none."""
         return worst(self.findings)
 
     @property
     def words(self) -> dict[str, str]:
-        """The verdict on each layer in one word, as in JSON, tables and reports."""
+        """One-word verdict of each layer, as in JSON, tables and reports."""
         return {name: verdict_word(layer, self.findings) for name, layer in self.layers.items()}
 
     @property
     def past_critical_spread(self) -> int:
-        """Number of heads whose spread is beyond the critical spread."""
+        """Number of heads with a spread above the critical spread."""
         return sum(head.is_past_critical_spread for layer in self.layers.values() for head in head_verdicts(layer))
 
     def what_if(self, layer: str, candidates: Mapping[str, Any] | None = None, rows: int | None = None) -> WhatIf:
-        """Compute what every rule would do to the layer, over all of its calls and sequences.
+        """Compute the effect of every rule on the layer, over all of its calls and sequences.
 
-        Soft-cap, bias, masks and values are the layer's own; `current` is what was measured. The change of the output
-        is NaN where the values could not be read.
+        Soft-cap, bias, masks and values are those of the layer; the row `current` has the measured numbers. The change
+        of the output is NaN if the values could not be read.
         """
-        seen = self._layer(layer)
-        if not seen.kept or len(seen.kept) < seen.calls:
+        target = self._layer(layer)
+        if not target.kept or len(target.kept) < target.calls:
             raise SettingError(f"The queries and keys of {layer!r} were not kept; watch with keep=True to try others.")
-        return what_if_calls(seen.kept, candidates, rows, seen.stats)
+        return what_if_calls(target.kept, candidates, rows, target.stats)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as plain values for JSON."""
@@ -100,18 +100,18 @@ class Audit(PlottedResult):
 
 
 def diagnose(layers: Mapping[str, Layer], *, trained: bool) -> Audit:
-    """Diagnose layers that were watched before; `trained` as is_trained() returns for their model."""
+    """Diagnose layers that were already watched; pass `trained=is_trained(model)`."""
     return Audit(layers, trained, in_order(all_findings(layers, trained), layers))
 
 
 def in_order(findings: Iterable[Finding], layers: Mapping[str, Layer]) -> list[Finding]:
-    """Sort findings: the worst first, then by layer."""
+    """Sort findings by severity (worst first), then by layer."""
     order = {name: position for position, name in enumerate(layers)}
     return sorted(findings, key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))))
 
 
 def unchecked(layers: Mapping[str, Layer], missed: MissedAttention) -> tuple[str, ...]:
-    """Return a sentence for everything that was not judged: attention in no layer, multipliers, biases and weights."""
+    """Return a sentence for each thing that was not judged: attention outside layers, scales, biases and weights."""
     reasons: dict[str, list[str]] = {}
     for name, layer in layers.items():
         for sentence in _not_judged(layer):
@@ -120,7 +120,7 @@ def unchecked(layers: Mapping[str, Layer], missed: MissedAttention) -> tuple[str
 
 
 def _not_judged(layer: Layer) -> Iterator[str]:
-    """Yield sentences with a place for the names of layers."""
+    """Yield sentences with a placeholder for the names of layers."""
     if layer.reading.unread:
         yield f"The scale of {{}} could not be read: {layer.reading.unread}."
     elif layer.declared.folded is not None:
@@ -144,9 +144,9 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
 def audit(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Audit:
     """Run the model, as model(*args, **kwargs), and diagnose every attention in it.
 
-    The model runs twice: as it is, and in its other mode (training, evaluation), for what is wrong in that alone. With
-    a `loss` of the model's output, a backward pass shows which sharp heads still learn; no gradient is left on any
-    parameter.
+    The model runs twice: in its current mode, and in the other one (training or evaluation) to find errors that occur
+    only there. With a `loss` of the model's output, a backward pass shows which sharp heads still learn; the gradients
+    of the parameters are not changed.
     """
     return audited(model, args, kwargs, loss=loss)
 
@@ -160,11 +160,11 @@ def audited(
     loss: Loss | None = None,
     unlike: str = "",
 ) -> Audit:
-    """Return the audit of model(*args, **kwargs), measuring so many rows a head, all where None.
+    """Return the audit of model(*args, **kwargs), with `rows` measured rows per head (None: all).
 
-    `unlike` says why the inputs are unlike what a trained model knows: its scores are then not judged.
+    `unlike` is the reason why the inputs differ from the training data: the scores are then not judged.
     """
-    copied = _copied(args, kwargs)  # before a cache among them grows
+    copied = _copied(args, kwargs)  # before the run, because a cache in the inputs grows
     with watched(model, Settings(rows, keep=True, may_be_empty=True)) as seen:
         if loss is None:
             with torch.no_grad():
@@ -186,21 +186,21 @@ def audited(
     else:
         findings = [*findings, *mode_findings(layers, others, model.training)]
         findings += evaluation_findings(others) if model.training else ()
-        known = {(finding.layer, finding.code) for finding in found.findings}
+        reported = {(finding.layer, finding.code) for finding in found.findings}
         unreadable = {finding.layer for finding in found.findings if finding.code == "non_finite"}
         findings += (
             replace(each, message=f"In {mode} mode: {each.message}")
             for each in diagnose(others, trained=found.trained).findings
-            if (each.layer, each.code) not in known and each.layer not in unreadable and each.code not in SYMPTOMS
+            if (each.layer, each.code) not in reported and each.layer not in unreadable and each.code not in SYMPTOMS
         )
     passes = 1 + (others is not None)
     return replace(found, findings=in_order(findings, layers), unchecked=not_checked, forward_passes=passes)
 
 
 def _token_ids(layer: Layer, inputs: Any) -> Tensor | None:
-    """Return the ids of a layer's keys in the first sequence; None if no input, or more than one, can be those.
+    """Return the token ids of a layer's keys in the first sequence; None unless exactly one input can hold them.
 
-    A mask and the types of tokens have two values, positions have no value twice.
+    Masks and token types have two values, and positions repeat no value.
     """
     integers = (each for each in tensors_in(inputs) if each.dtype in (torch.int64, torch.int32) and not each.is_meta)
     found = [each[0] if each.dim() == 2 else each for each in integers if each.dim() in (1, 2) and len(each)]
@@ -230,30 +230,30 @@ def _run_with_backward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-    """Copy the inputs for a second run; None where they cannot be copied."""
+    """Copy the inputs for a second run; return None if they cannot be copied."""
     try:
         nested = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_nested)
-        cloned = {id(each): each.clone() for each in nested if each.layout is torch.strided}  # which deepcopy does not
+        cloned = {id(each): each.clone() for each in nested if each.layout is torch.strided}  # deepcopy shares them
         return copy.deepcopy((args, kwargs), cloned)
-    except Exception:  # a part of another graph, a generator, an open file
+    except Exception:  # such as a non-leaf tensor, a generator or an open file
         return None
 
 
 def _in_other_mode(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Layer] | None:
-    """Return the layers as they are in the mode that the model is not in; None where it does not run there."""
+    """Return the layers in the other mode; None if the model does not run in it."""
     try:
         settings = Settings(rows=ROWS_IN_OTHER_MODE, may_be_empty=True)
         with warnings.catch_warnings(), _other_mode(model), torch.no_grad(), watched(model, settings) as seen:
             warnings.simplefilter("ignore")  # the first run warned already
             model(*args, **kwargs)
-    except Exception:  # whatever a model's own code raises there
+    except Exception:  # the model's own code may raise anything
         return None
     return seen.layers
 
 
 @contextmanager
 def _other_mode(model: nn.Module) -> Iterator[None]:
-    """Switch training and evaluation; put flags, buffers and random numbers back."""
+    """Switch between training and evaluation; restore flags, buffers and random state on exit."""
     flags = {module: module.training for module in model.modules()}
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -271,4 +271,4 @@ def _other_mode(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for module, name, buffer, before in buffers:
                     buffer.copy_(before)
-                    setattr(module, name, buffer)  # a forward may put another in its place
+                    setattr(module, name, buffer)  # a forward may have replaced the buffer

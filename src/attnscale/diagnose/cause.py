@@ -1,8 +1,8 @@
 """Explain why scores are large or small: s = a ‖q‖ ‖k‖ cos θ, so the multiplier, the norms or the alignment.
 
-Each factor is compared with what it is for unit-variance, independent components: a with 1/√d_k (or what the model
-declares), each norm with √d_k, the root mean square of the cosine with 1/√d_k. Their logarithms add up to that of the
-scores, so the factor that moved most is the one with the largest logarithm.
+Each factor is compared with its value for independent components of unit variance: a with 1/√d_k (or the scale that the
+model declares), each norm with √d_k, the root mean square of the cosine with 1/√d_k. The logarithms of the factors add
+up to that of the scores, so the factor with the largest logarithm is the main cause.
 """
 
 import math
@@ -19,7 +19,7 @@ LEAST = 1e-300  # keeps the logarithm of a zero finite
 
 @dataclass(frozen=True)
 class Cause:
-    """Ratio of each factor of the scores to what it should be, and a sentence about the one that matters most."""
+    """Ratio of each factor of the scores to its expected value, and a sentence about the main factor."""
 
     multiplier: float
     norms: float
@@ -34,7 +34,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Change:
-    """Δ ln|s| between two checkpoints, by factor: `total` is the sum of the others."""
+    """Δ ln|s| between two checkpoints, split by factor; `total` is the sum."""
 
     multiplier: float
     query_norm: float
@@ -47,10 +47,10 @@ class Change:
         return self.multiplier + self.query_norm + self.key_norm + self.alignment
 
     def grown_factor(self, least: float = 0.0) -> str:
-        """Return the factor that grew most, by more than `least`: `multiplier`, `norms`, `alignment`, or nothing."""
+        """Return `multiplier`, `norms` or `alignment`, which grew most; empty if none grew by more than `least`."""
         grown = {"multiplier": self.multiplier, "norms": self.query_norm + self.key_norm, "alignment": self.alignment}
-        known = {name: each for name, each in grown.items() if each > least}  # without NaN
-        return max(known, key=lambda name: known[name], default="")
+        candidates = {name: each for name, each in grown.items() if each > least}  # without NaN
+        return max(candidates, key=lambda name: candidates[name], default="")
 
     def __str__(self) -> str:
         return (
@@ -61,7 +61,7 @@ class Change:
 
 
 def cause(layer: Layer, head: int | None = None) -> Cause:
-    """Return the factor that takes the scores of a head, or of the whole layer, away from unit spread."""
+    """Return the main reason why the spread of a head, or of the whole layer, is not one."""
     scale, expected = abs(_at(layer.scales, head)), layer.scale_expected
     query_norm, key_norm = _at(layer.query_norm, head), _at(layer.key_norm, head)
     alignment, unit = _at(layer.alignment, head), math.sqrt(layer.head_dim)
@@ -81,13 +81,13 @@ def cause(layer: Layer, head: int | None = None) -> Cause:
 
 
 def dominant(ratios: dict[str, float]) -> str:
-    """Return the factor furthest from one, up or down, of those that are known."""
+    """Return the factor with the largest distance from one, up or down; skip NaN."""
     distances = {name: abs(math.log(max(ratio, LEAST))) for name, ratio in ratios.items() if math.isfinite(ratio)}
     return max(distances, key=lambda name: distances[name], default="norms")
 
 
 def _at(values: Tensor, head: int | None) -> float:
-    """Return the value of one head, or the geometric mean over heads, so that logarithms of products still add."""
+    """Return the value of one head, or the geometric mean over heads, whose logarithms add up for products."""
     return math.exp(_log(values, head))
 
 

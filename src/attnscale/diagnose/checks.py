@@ -1,6 +1,6 @@
-"""Check how an attention is wired: masks, soft-caps, norms, dropout, weights, gradients; and list all checks.
+"""Check masks, soft-caps, norms, dropout, weights and gradients of an attention layer; list all checks.
 
-A check takes a layer and a flag that is True if its model is trained, and yields findings.
+A check takes a layer and the flag `trained`, and yields findings.
 """
 
 import re
@@ -15,12 +15,12 @@ from attnscale.diagnose.scale import scale_error, scale_findings
 from attnscale.diagnose.scores import critical_spread_findings, gradient_shares, score_findings, threshold_reached
 from attnscale.watching.layer import Layer
 
-SYMPTOMS = ("diluted", "sharp", "exploding", "qk_norm_freezes")  # of a wrong multiplier, where there is one
-HIGHEST_USEFUL_CAP = 1e3  # loss deteriorates from scores of about 1,000 on (Wortsman et al. 2023)
-OFF_ONE = 0.05  # of the sum of a row: half precision rounds a long row by less
+SYMPTOMS = ("diluted", "sharp", "exploding", "qk_norm_freezes")  # codes that a wrong multiplier can cause
+HIGHEST_USEFUL_CAP = 1e3  # loss deteriorates above scores of about 1,000 (Wortsman et al. 2023)
+OFF_ONE = 0.05  # |row sum − 1|; rounding in half precision stays below this
 LEARNED_SCALE = re.compile(r"logit_?scale|log_?scale|temperature|^tau$|softmax_scale|^qk_norm_scale$")
-SAME_SCALE = 0.01  # relative: a factor that is 1/√d_k
-SAME_IN_BOTH_MODES = 0.02  # relative: a slope fitted to scores in half precision
+SAME_SCALE = 0.01  # relative tolerance for a factor of 1/√d_k
+SAME_IN_BOTH_MODES = 0.02  # relative tolerance; the scale is fitted to scores in half precision
 
 
 def all_findings(layers: Mapping[str, Layer], trained: bool) -> Iterator[Finding]:
@@ -32,14 +32,14 @@ def all_findings(layers: Mapping[str, Layer], trained: bool) -> Iterator[Finding
 
 
 def findings_of(layer: Layer, trained: bool, gradient_share: Tensor | None = None) -> Iterator[Finding]:
-    """Yield all findings about one layer by itself; `gradient_share` as gradient_shares() returns it.
+    """Yield all findings about one layer; `gradient_share` is its entry in gradient_shares().
 
-    What follows from a wrong scale that was found is a note, not a second warning or error.
+    A symptom of a wrong scale becomes a note, so that one cause gives one warning or error.
     """
     of_scores = list(score_findings(layer, trained, gradient_share))
     if any(finding.code == "non_finite" for finding in of_scores):
         yield from of_scores
-        return  # nothing else can be read from its scores
+        return  # its scores allow no other check
     of_scale, of_spread = list(scale_findings(layer, trained)), list(critical_spread_findings(layer, trained))
     yield from of_scale
     yield from (as_symptom(finding, of_scale, layer) for finding in of_spread)
@@ -49,14 +49,14 @@ def findings_of(layer: Layer, trained: bool, gradient_share: Tensor | None = Non
 
 
 def as_symptom(finding: Finding, causes: Sequence[Finding], layer: Layer) -> Finding:
-    """Return the finding with the severity of what is left of it once the multiplier is right.
+    """Return the finding with the severity that it would have at the right scale.
 
-    `causes` are findings about the multiplier.
+    `causes` holds the findings about the multiplier.
     """
     wrong = scale_error(causes) or next((each for each in causes if each.code == "qk_norm_freezes"), None)
     if wrong is None or finding.code not in SYMPTOMS or finding.measured is None or finding.expected is None:
         return finding
-    right = 1.0 if wrong.code == "qk_norm_freezes" else wrong.expected  # a norm's advice is a spread of one
+    right = 1.0 if wrong.code == "qk_norm_freezes" else wrong.expected  # the advised scale gives a spread of one
     corrected = finding.measured * (abs(right / wrong.measured) if right and wrong.measured else 1.0)
     reached = threshold_reached(corrected)
     if finding.code == "exploding" and reached is not None:
@@ -115,15 +115,15 @@ def softcap_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 
 def norm_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Find QK-norms (`inert_qk_norm`) and learned scales (`config_mismatch`) that are built and never applied."""
+    """Find QK-norms (`inert_qk_norm`) and learned scales (`config_mismatch`) that exist but are not applied."""
     scales = [name for name in layer.wiring.unused_norms if is_scale(name)]
     unused = [name for name in layer.wiring.unused_norms if not is_scale(name)]
     placed, message = layer.wiring.misplaced_norms, ""
     advice = "Normalise the query and the key of each head before their product"
     if scales and not layer.reading.unread:
-        told = f"{' and '.join(scales)} {'is' if len(scales) == 1 else 'are'} built and never multiplied."
+        problem = f"{' and '.join(scales)} {'is' if len(scales) == 1 else 'are'} built and never multiplied."
         remedy = "Multiply the scores by it, or remove it."
-        yield layer_finding(layer, "config_mismatch", told, remedy, (layer.scale_applied, None))
+        yield layer_finding(layer, "config_mismatch", problem, remedy, (layer.scale_applied, None))
     if unused:
         message = f"{' and '.join(unused)} {'was' if len(unused) == 1 else 'were'} built and never used."
         advice += ", and multiply by the gains."
@@ -138,12 +138,12 @@ def norm_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 
 def is_scale(name: str) -> bool:
-    """Return True if a parameter multiplies scores by its name; else it is a norm's, or a gain."""
+    """Return True if the name of a parameter says that it scales the scores; norms and gains do not."""
     return LEARNED_SCALE.search(name.rpartition(".")[2].lower()) is not None
 
 
 def dropout_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Find dropout of scores (`dropout_before_softmax`), which only a forward in training mode shows."""
+    """Find dropout of scores (`dropout_before_softmax`); it shows only in training mode."""
     if layer.reading.dropped:
         message = (
             "Dropout is applied to the scores before the softmax: a score of zero still gets weight, and the others "
@@ -155,7 +155,7 @@ def dropout_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 
 def weight_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Find weights that are no distribution: `undefined_rows`, `softmax_twice`, `weights_not_normalised`."""
+    """Find weights that are not a distribution: `undefined_rows`, `softmax_twice`, `weights_not_normalised`."""
     severity = "warning" if trained else "error"
     judged = [each for each in layer.softmaxes if not (each.renormalised or each.is_short)]
     off = max((float(each.off_one) for each in judged if each.off_one is not None), default=0.0)
@@ -193,7 +193,7 @@ def pairing_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 
 def gradient_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Find queries or keys that are detached, or that a backward pass did not reach (`no_gradient`)."""
+    """Find queries or keys that are detached or got no gradient in a backward pass (`no_gradient`)."""
     if layer.reading.detached:
         sides = " and ".join(layer.reading.detached)
         message = f"The {sides} are detached: no gradient reaches their projection, which stays as initialised."
@@ -209,7 +209,7 @@ def gradient_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 
 def evaluation_findings(layers: Mapping[str, Layer]) -> Iterator[Finding]:
-    """Find dropout of weights in layers that ran while no module was in training mode (`dropout_in_evaluation`)."""
+    """Find dropout of weights in evaluation mode (`dropout_in_evaluation`)."""
     message = "Dropout is applied to the weights in evaluation mode too: the same input gives different outputs."
     advice = "Drop in training only: dropout_p=p if self.training else 0.0, or nn.Dropout, which knows the mode."
     for layer in layers.values():
@@ -218,7 +218,7 @@ def evaluation_findings(layers: Mapping[str, Layer]) -> Iterator[Finding]:
 
 
 def mode_findings(layers: Mapping[str, Layer], others: Mapping[str, Layer], is_training: bool) -> Iterator[Finding]:
-    """Find scales that depend on the mode; `is_training` is the mode of `layers`, `others` ran in the other one."""
+    """Find scales that depend on the mode; `layers` ran in the mode `is_training`, `others` in the other mode."""
     for name, layer in layers.items():
         other = others.get(name)
         if other is None or other.heads != layer.heads:
@@ -234,7 +234,7 @@ def mode_findings(layers: Mapping[str, Layer], others: Mapping[str, Layer], is_t
 
 
 def future_findings(layers: Mapping[str, Layer]) -> Iterator[Finding]:
-    """Find layers that are not causal among layers of the same name but for its number (`attends_to_future`)."""
+    """Find layers that are not causal in a stack of causal layers (`attends_to_future`)."""
     stacks: dict[str, list[Layer]] = {}
     for layer in layers.values():
         if layer.query_len == layer.key_len > 1:
@@ -243,15 +243,15 @@ def future_findings(layers: Mapping[str, Layer]) -> Iterator[Finding]:
         not_causal = [layer for layer in stack if not layer.causal]
         if 2 * len(not_causal) < len(stack):
             message = (
-                f"Its queries see later keys, and most of the {len(stack)} layers of its stack do not: what they "
-                "learn to predict is visible."
+                f"Its queries see later keys, and most of the {len(stack)} layers of its stack do not: the model can "
+                "see the tokens that it learns to predict."
             )
             advice = "Give it the causal mask of the other layers (is_causal=True)."
             for layer in not_causal:
                 yield layer_finding(layer, "attends_to_future", message, advice)
 
 
-# A new check of a layer is a function and a line here.
+# To add a check, write a function and list it here.
 CHECKS: tuple[Callable[[Layer, bool], Iterator[Finding]], ...] = (
     mask_findings,
     softcap_findings,

@@ -1,4 +1,4 @@
-"""Finding: one thing that is wrong, or worth knowing, about an attention layer, one of its heads, or a run."""
+"""Finding: one problem or note about an attention layer, one of its heads, or a run."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from attnscale.plain import printable
 from attnscale.watching.layer import Layer
 
-# From the least to the worst.
+# Severities in ascending order.
 SEVERITIES = ("note", "warning", "error")
 WHOLE_MODEL = "the whole model"
 
@@ -43,7 +43,7 @@ CODES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A code (one of CODES), the place, how bad it is, the numbers, and what to do."""
+    """One problem or note: its code (one of CODES), place, severity, numbers and advice."""
 
     layer: str  # empty: the whole model
     head: int | None  # None: the whole layer
@@ -63,7 +63,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The layer, and the head where it is about one."""
+        """Layer, and head if the finding is about one head."""
         layer = self.layer or WHOLE_MODEL
         return layer if self.head is None else f"{layer}, head {self.head}"
 
@@ -76,7 +76,7 @@ def layer_finding(
     numbers: tuple[float | None, float | None] = (None, None),
     severity: str = "warning",
 ) -> Finding:
-    """Return a finding about a whole layer; `numbers` are what was measured and what was expected."""
+    """Return a finding about a whole layer; `numbers` are (measured, expected)."""
     return Finding(layer.name, None, code, severity, message, *numbers, advice)
 
 
@@ -86,29 +86,29 @@ def severity_rank(severity: str) -> int:
 
 
 def worst(findings: Iterable[Finding]) -> str | None:
-    """Return the worst severity among findings; None where there are none."""
+    """Return the worst severity among findings; None if there are none."""
     return max((finding.severity for finding in findings), key=severity_rank, default=None)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Findings of one code and one severity, of which the first is shown."""
+    """Findings of the same code and severity; the first is shown in full."""
 
     findings: tuple[Finding, ...]
 
     @property
     def first(self) -> Finding:
-        """The finding that is shown."""
+        """Finding that is shown."""
         return self.findings[0]
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers of all findings, each once."""
+        """Layers of all findings, without duplicates."""
         return tuple(dict.fromkeys(finding.layer for finding in self.findings))
 
     @property
     def others(self) -> str:
-        """Number of the other findings, as in `and 3 more heads, in 2 layers`; empty where there is one finding."""
+        """Number of the other findings, as in `and 3 more heads, in 2 layers`; empty for a single finding."""
         more = len(self.findings) - 1
         if more == 0:
             return ""
@@ -122,7 +122,7 @@ class Group:
         return printable(f"{first.severity}: {place}: {first.code}: {first.message} {first.advice}")
 
     def where(self, layers: int) -> str:
-        """Return the layer and its heads if it is one layer, else the number of layers."""
+        """Return the layer and its heads for a single layer, else the number of layers."""
         if len(self.layers) > 1:
             return f"{len(self.layers)} of {layers} layers"
         heads = [str(finding.head) for finding in self.findings if finding.head is not None]
@@ -131,7 +131,7 @@ class Group:
 
 
 def grouped(findings: Sequence[Finding]) -> tuple[Group, ...]:
-    """Group findings by code and severity: the worst first, then the group with the most layers."""
+    """Group findings by code and severity; sort by severity (worst first), then by number of layers."""
     found: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         found.setdefault((finding.code, finding.severity), []).append(finding)

@@ -1,16 +1,16 @@
-"""Growth of the largest score of a layer, and a forecast: a robust line through the logarithm of its latest samples.
+"""Measure and forecast the growth of a layer's largest score, by a robust line through its latest logarithms.
 
-Scores that run away grow by a factor a step. The slope of the line is the median of the slopes between all pairs of
-samples (Theil 1950, Sen 1968), which a third of wild samples does not move.
+Diverging scores grow exponentially. The slope of the line is the median of the slopes between all pairs of samples
+(Theil 1950, Sen 1968), which is robust to a third of outliers.
 
-The forecast continues the line, damped (Gardner & McKenzie 1985): each sample ahead adds four fifths of what the sample
-before added, so growth is followed for a while, and never extrapolated as an exponential. The 90% interval reaches from
-growth that ends now to growth that goes on, with the scatter of the samples on both sides. A forecast covers at most
-half as many samples ahead as there are, and at most eight.
+The forecast continues the line with damping (Gardner & McKenzie 1985): each sample ahead adds 80% of the growth of the
+previous one, so the forecast never grows exponentially. The lower end of the 90% interval assumes that growth stops
+now, the upper end that it continues; both include the scatter of the samples. A forecast covers at most half as many
+samples ahead as were measured, and at most eight.
 
-Damping and widths were chosen on recorded runs, healthy and diverging: `python benchmarks/forecasts.py` measures how
-often they hold. Growth may end at any time, and in one forecast of ten it does, so a threshold has a step before which
-it is not expected to be passed, and none by which it must have been.
+Damping and widths were fitted to recorded runs, healthy and diverging: `python benchmarks/forecasts.py` measures the
+coverage of the interval. Growth stops early in one forecast of ten. A forecast therefore gives the earliest step at
+which a threshold may be passed, but no latest step.
 """
 
 import math
@@ -22,21 +22,21 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-MAD_TO_STD = 1.4826  # of a normal distribution
-LATEST = 8  # samples that the line is fitted to
-LEAST_SAMPLES = 4  # runs that diverge at once are over after some more
-FARTHEST = 8  # samples ahead: trends of recorded runs say little of what is beyond
+MAD_TO_STD = 1.4826  # standard deviation / median absolute deviation of a normal distribution
+LATEST = 8  # number of samples in the fit
+LEAST_SAMPLES = 4  # few, because some runs diverge early
+FARTHEST = 8  # longest forecast in samples; recorded runs follow their trend no longer
 DAMPING = 0.8
-LEAST_SCATTER = 0.03  # of a logarithm: no run is smoother for long
-BELOW, ABOVE = 1.45, 1.5  # scatters to the ends of the interval; above, times the root of the samples ahead
-SURE = 2.5  # scatters: nine series of ten that do not grow come to less (tests/diagnose/test_forecast.py)
-FEW = 4.0  # the scatter of n samples may be larger than measured, by this over n
-LARGEST_LOG = 700.0  # whose exponential is a float
+LEAST_SCATTER = 0.03  # smallest scatter of a logarithm; no run stays smoother
+BELOW, ABOVE = 1.45, 1.5  # width of the interval in scatters; ABOVE is multiplied by √(samples ahead)
+SURE = 2.5  # growth in scatters; 90% of series without growth stay below (tests/diagnose/test_forecast.py)
+FEW = 4.0  # the true scatter may exceed that of n samples by the factor 1 + FEW / n
+LARGEST_LOG = 700.0  # exp() of more overflows a float
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """The step at which a threshold is passed if growth goes on, and the earliest step at which it may be."""
+    """Expected step at which growth passes a threshold, and the earliest possible step."""
 
     threshold: float
     step: float
@@ -48,15 +48,15 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Growth:
-    """Growth of a positive series over its latest samples, and its forecast."""
+    """Growth over the latest samples of a positive series, and its forecast."""
 
     step: float
-    level: float  # ln of the last value, without outliers
-    rate: float  # of the logarithm, a step
+    level: float  # logarithm of the last value, robust to outliers
+    rate: float  # growth of the logarithm per step
     scatter: float
-    spacing: float  # steps from sample to sample
-    observed: float  # steps over which the rate was measured
-    horizon: float  # steps ahead that the forecast covers
+    spacing: float  # steps between samples
+    observed: float  # steps covered by the fitted samples
+    horizon: float  # steps covered by the forecast
 
     @property
     def factor(self) -> float:
@@ -65,15 +65,15 @@ class Growth:
 
     @property
     def is_growing(self) -> bool:
-        """True if the latest samples grow by more than their scatter explains."""
+        """True if the growth of the latest samples exceeds their scatter."""
         return self.rate * self.observed > SURE * self.scatter
 
     def likely(self, steps: float) -> float:
-        """Return the logarithm so many steps ahead if growth goes on."""
+        """Return the expected logarithm after this many steps."""
         return self.level + self._added(steps)
 
     def lowest(self, steps: float) -> float:
-        """Return the lower end of the interval: growth has ended, or a fall goes on."""
+        """Return the lower end of the interval: growth stops, or a decrease continues."""
         return self.level + min(self._added(steps), 0.0) - BELOW * self.scatter
 
     def highest(self, steps: float) -> float:
@@ -81,7 +81,7 @@ class Growth:
         return self.level + max(self._added(steps), 0.0) + ABOVE * self.scatter * math.sqrt(steps / self.spacing)
 
     def passes(self, threshold: float) -> Crossing | None:
-        """Return when it would pass a threshold; None where it has, or would not within the horizon."""
+        """Return the forecast step of a threshold; None if it is already passed, or not reached within the horizon."""
         aim = math.log(threshold)
         if self.rate <= 0 or not self.level < aim <= self.likely(self.horizon):
             return None
@@ -94,7 +94,7 @@ class Growth:
         return self.rate * self.spacing * DAMPING * (1 - math.pow(DAMPING, samples)) / (1 - DAMPING)
 
     def _first_within(self, aim: float, ahead: float) -> float:
-        """Return the first step at which the interval holds the threshold, by bisection: its upper end only rises."""
+        """Return the first step at which the rising upper end of the interval reaches the threshold, by bisection."""
         low, high = 0.0, ahead
         while high - low > self.spacing / 100:
             middle = (low + high) / 2
@@ -103,7 +103,7 @@ class Growth:
 
 
 def growth(steps: Sequence[float], values: Sequence[float]) -> Growth | None:
-    """Fit the growth of a positive series; None where fewer than four of its samples are positive and finite.
+    """Fit the growth of a positive series; return None for fewer than four positive, finite samples.
 
     >>> steps = range(0, 1000, 100)
     >>> found = growth(steps, [10 * 1.002**step for step in steps])
@@ -127,11 +127,10 @@ def growth(steps: Sequence[float], values: Sequence[float]) -> Growth | None:
 
 @dataclass(frozen=True)
 class Trend:
-    """Samples of the largest score of a layer, and what limits it.
+    """Samples of the largest score of a layer, with its limits.
 
-    A soft-cap is never passed. A score that QK-Clip holds is clipped again when it grows again. The bound
-    |a| · max‖q‖ · max‖k‖ is above every score: under a QK-norm it follows the gains alone, and scores that grow towards
-    it stop there.
+    Scores stay below a soft-cap, and QK-Clip clips a score again whenever it grows. The bound |a| · max‖q‖ · max‖k‖
+    also limits every score; under a QK-norm only the gains can raise it.
     """
 
     steps: Sequence[float]
@@ -142,11 +141,11 @@ class Trend:
 
     @cached_property
     def growth(self) -> Growth | None:
-        """Growth of the largest score; None where there are too few samples."""
+        """Growth of the largest score; None if there are too few samples."""
         return growth(self.steps, self.largest)
 
     def passes(self, threshold: float | None) -> Crossing | None:
-        """Return when the score would pass a threshold; None where that is beyond the horizon, or a limit prevents it.
+        """Return the forecast step of a threshold; None if it is beyond the horizon, or a limit prevents it.
 
         >>> steps = range(0, 1000, 100)
         >>> trend = Trend(steps, [10 * 1.002**step for step in steps], [90.0] * 10)
@@ -165,7 +164,7 @@ class Trend:
 
 
 def _robust_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, NDArray[np.float64]]:
-    """Return the slope of the line of Theil and Sen, its value at the last sample, and the residuals."""
+    """Return the Theil–Sen slope, the value of the line at the last sample, and the residuals."""
     first, second = _pairs(len(x))
     run, rise = x[second] - x[first], y[second] - y[first]
     rate = _median(rise[run != 0] / run[run != 0])
@@ -181,9 +180,9 @@ def _pairs(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _deviation(residuals: NDArray[np.float64]) -> float:
-    """Return the standard deviation about zero, by the median."""
+    """Return the standard deviation about zero, estimated by the median."""
     return MAD_TO_STD * _median(np.abs(residuals))
 
 
 def _median(values: NDArray[np.float64]) -> float:
-    return float(median(values.tolist()))  # np.median takes several times as long on so few
+    return float(median(values.tolist()))  # np.median is several times slower on few values

@@ -1,4 +1,4 @@
-"""Describe where a head looks: at itself, the token before, an offset, one key for all, a few, or by content."""
+"""Describe the positions that a head attends to: itself, the previous token, an offset, a sink, or by content."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 from attnscale.watching.layer import Layer
 
-MOST = 0.5  # of the weight: a place that takes more is where the head looks
-FEW_KEYS = 4  # visible to a row; of fewer, any takes much
-FEW_ROWS = 4  # fewer show no pattern; where each query has keys of its own, only one row is known
-FEW = 1 / 8  # of all keys
+MOST = 0.5  # share of the weight above which a position defines the pattern
+FEW_KEYS = 4  # rows that see fewer keys are skipped: any key gets a large share there
+FEW_ROWS = 4  # fewer rows show no pattern; if each query has its own keys, there is only one row
+FEW = 1 / 8  # share of all keys that counts as few
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The place that gets most of a head's weight, and how much of it; `by content` where no place does."""
+    """Position that gets most of a head's weight, and its share; `by content` if there is none."""
 
     kind: str  # "itself", "previous token", "offset", "sink", "separator", "few keys", "by content"
-    share: float  # of the weight, over rows
-    places: tuple[int, ...] = ()  # the offset, or the keys
+    share: float  # share of the weight, mean over rows
+    places: tuple[int, ...] = ()  # offset or key positions
 
     def __str__(self) -> str:
         if self.kind == "by content":
@@ -37,7 +37,7 @@ class Pattern:
 
 
 def pattern_of(layer: Layer, head: int) -> Pattern | None:
-    """Return the pattern of a head in the first sequence of a watched layer; None where too little was kept."""
+    """Return the pattern of a head in the first sequence of a watched layer; None if too few rows were kept."""
     if not layer.kept:
         return None
     weights = layer.weights(head)
@@ -47,7 +47,7 @@ def pattern_of(layer: Layer, head: int) -> Pattern | None:
 def attention_pattern(weights: Tensor, tokens: Tensor | None = None, *, causal: bool = False) -> Pattern:
     """Return the pattern of weights (queries, keys) over one sequence; `tokens` are the ids of its keys.
 
-    Queries are the last of the sequence where there are fewer of them than keys. Rows that see few keys are left out.
+    If there are fewer queries than keys, they are at the end of the sequence. Rows that see few keys are ignored.
 
     >>> attention_pattern(torch.eye(6)).kind, attention_pattern(torch.eye(6).roll(-1, 1)).places
     ('itself', (-1,))
@@ -76,7 +76,7 @@ def attention_pattern(weights: Tensor, tokens: Tensor | None = None, *, causal: 
 
 
 def _best_offset(weights: Tensor, positions: Tensor) -> tuple[int, float]:
-    """Return the offset from query to key that takes the most weight, over rows, and how much it takes."""
+    """Return the offset from query to key with the largest mean weight over rows, and this weight."""
     rows, keys = weights.shape
     offsets = torch.arange(keys, device=weights.device) - positions[:, None]
     lowest = int(offsets.min())

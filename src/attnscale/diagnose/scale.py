@@ -1,6 +1,6 @@
-"""Compare the multiplier that was applied with the one that should have been.
+"""Compare the applied multiplier with the expected one.
 
-Trained models are judged too: good weights with the wrong constant are how a port goes wrong.
+Trained models are judged too: a port may load the right weights and apply the wrong constant.
 """
 
 import math
@@ -15,37 +15,37 @@ from attnscale.rules.mup import MUP_BASE
 from attnscale.rules.yarn import sharpening
 from attnscale.watching.layer import Layer
 
-TOLERANCE = 0.01  # relative: a slope fitted to float32 scores is good to 1e-3
-FOLDED_SPREAD = 3.0  # a scale folded into the weights leaves a spread of about one
-HALF_TOLERANCE = 0.02  # scores in half precision are rounded to three digits
-SLIP = 0.3  # of the tolerance: there are many slips, and a number of one's own should not be one by chance
-NO_RULE_GIVES = ("√d_k (multiplied where it should divide)", "1/√heads")  # slips
-STRETCHES = (2, 3, 4, 5, 6, 8, 10, 16, 20, 32, 40, 64, 128)  # of a context, by YaRN: 40 is DeepSeek's
-# YaRN's factors for s = 64 and a plain 2 lie 0.3% apart, so a published rule must be met more closely than a scale.
+TOLERANCE = 0.01  # relative; the multiplier is fitted to scores, with an error of 1e-3 in float32
+FOLDED_SPREAD = 3.0  # a larger spread means that no scale was folded into the weights
+HALF_TOLERANCE = 0.02  # relative; scores in half precision have three digits
+SLIP = 0.3  # share of the tolerance; stricter, so that a custom scale rarely matches one of many mistakes
+NO_RULE_GIVES = ("√d_k (multiplied where it should divide)", "1/√heads")  # always mistakes
+STRETCHES = (2, 3, 4, 5, 6, 8, 10, 16, 20, 32, 40, 64, 128)  # usual factors of YaRN; DeepSeek uses 40
+# YaRN's factor for s = 64 differs from 2 by 0.3%, so a published rule needs a stricter tolerance than a scale.
 CLOSER = 0.1
-UNIT_LENGTH = 1.1  # of the product of the lengths of query and key, rounding included
-# Findings that say that a multiplier is wrong.
+UNIT_LENGTH = 1.1  # largest ‖q‖·‖k‖ of normalised vectors, with rounding
+# Codes of findings about a wrong multiplier.
 WRONG_SCALE = (
     "unscaled", "scaled_by_dim", "scaled_by_model_dim", "unusual_scale", "config_mismatch", "scale_after_softmax",
 )  # fmt: skip
 
 
 def scale_error(findings: Iterable[Finding]) -> Finding | None:
-    """Return the finding, of severity warning or error, that says that the multiplier of a layer is wrong."""
+    """Return the warning or error about the multiplier of a layer, if there is one."""
     return next((each for each in findings if each.code in WRONG_SCALE and each.severity != "note"), None)
 
 
 def correction(layer: Layer) -> float:
-    """Return the factor that takes the multiplier of a layer to the one it should have."""
+    """Return the ratio of a layer's expected multiplier to the applied one."""
     return abs(layer.scale_expected) / max(abs(layer.scale_applied), 1e-300)
 
 
 def scale_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Yield what is wrong with the multiplier of a layer's scores, and with the place where it is applied."""
+    """Find errors in the multiplier of a layer's scores, and in the place where it is applied."""
     if not layer.wiring.mixes_along_softmax:
         yield _wrong_axis(layer)
     if layer.reading.unread or layer.declared.folded is not None:
-        return  # it cannot be told, or was chosen and is in the weights
+        return  # unreadable, or folded into the weights on purpose
     if _scales_after_softmax(layer):
         yield _after_softmax(layer, trained)
     else:
@@ -55,7 +55,7 @@ def scale_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 
 def is_chosen(layer: Layer, scale: float) -> bool:
-    """Return True if a configuration or a rule asks for this multiplier, or for one that depends on the tensors."""
+    """Return True if a configuration or a rule sets this multiplier, or one that depends on the tensors."""
     declared = layer.declared
     if declared.scale_authority is not Authority.CONFIGURED:
         return False
@@ -65,7 +65,7 @@ def is_chosen(layer: Layer, scale: float) -> bool:
 
 
 def is_cosine(layer: Layer) -> bool:
-    """Return True if queries and keys have length one: their multiplier is a temperature, and 1/√d_k no default."""
+    """Return True if queries and keys have length one: then 1/√d_k is no default for the multiplier."""
     norms = float((layer.query_norm.double() * layer.key_norm.double()).nanmean())
     return layer.wiring.normalised and norms < UNIT_LENGTH
 
@@ -87,10 +87,10 @@ def _multiplier(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 
 def _mismatch(layer: Layer, scale: float, trained: bool) -> Finding | None:
-    """Return the most specific mistake that one multiplier is; None where it is right, declared or published.
+    """Return the most specific mistake that explains the multiplier; None if it is right, declared or published.
 
-    A number that the module itself holds is judged as one that stands in the code: it is the mistake as often as the
-    intent. Only where no slip explains it, it is taken for a choice.
+    A number in an attribute of the module may itself be the mistake, so it is judged like a number in the code. It
+    counts as a choice only if no common mistake explains it.
     """
     declared, tolerance = layer.declared, _tolerance(layer)
     stretched = _stretch_mismatch(layer, scale)
@@ -103,7 +103,7 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Finding | None:
     if _is_usual(layer, scale) or is_cosine(layer):
         return _ignored(layer, scale) if ignores else None
     if trained and layer.reading.learned_factor:
-        return None  # it may have come to any number
+        return None  # a learned multiplier can have any value
     specific = _classic(layer, scale)
     if specific is not None:
         excused = specific.code == "unscaled" and (layer.wiring.normalised or _is_folded(layer))
@@ -113,15 +113,15 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Finding | None:
     is_published = any(_close(scale, rule, CLOSER * tolerance) for rule in _published(layer))
     slip = next((words for words, value in _slips(layer) if _close(scale, value, SLIP * tolerance)), "")
     if is_published and (is_declared or slip not in NO_RULE_GIVES):
-        return None  # 1/√(d_k/2), for example, may be what a rule gives
-    is_learned = layer.reading.learned_factor or layer.reading.learned_terms  # or one of several: distances have 2
+        return None  # a rule may give the same number as a mistake, such as 1/√(d_k/2)
+    is_learned = layer.reading.learned_factor or layer.reading.learned_terms  # a distance has two terms
     if not slip and (is_declared or is_learned or layer.wiring.normalised):
-        return None  # a number of one's own; beside norms it is chosen with them, for both spread the scores
+        return None  # a custom number; with norms it was tuned together with their gains
     return _unusual(layer, scale, slip)
 
 
 def _stretch_mismatch(layer: Layer, scale: float) -> Finding | None:
-    """Find the factor of a context stretched by YaRN that neither the rotation nor the scale has, or both have."""
+    """Find a YaRN factor that is missing in both the rotation and the scale, or applied in both."""
     declared, tolerance = layer.declared, _tolerance(layer)
     stretch, origins = declared.stretch, layer.origins[:1]
     if abs(stretch - 1) < 2 * tolerance or not origins or origins[0].query is None or origins[0].key is None:
@@ -150,19 +150,19 @@ def _stretch_mismatch(layer: Layer, scale: float) -> Finding | None:
 
 
 def _published(layer: Layer) -> Iterator[float]:
-    """Yield multipliers other than 1/√d_k that a paper recommends, for plausible choices of their parameter."""
+    """Yield published multipliers other than 1/√d_k, for plausible values of their parameter."""
     usual = layer.head_dim**-0.5
     yield math.sqrt(MUP_BASE) / layer.head_dim
     yield from (usual * sharpening(stretch) for stretch in STRETCHES)
-    if not layer.causal:  # else the multiplier differs from row to row, and the slope is none of them
+    if not layer.causal:  # in a causal layer the multiplier differs from row to row, and the fit matches none
         yield from (usual * s * math.log(layer.key_len) for s in (SSMAX_S, 1.0))
 
 
 def _is_usual(layer: Layer, scale: float) -> bool:
-    """Return True for 1/√d_k; where m terms of activations are added, also for 1/√(m d_k) (DeBERTa, AlphaFold).
+    """Return True for 1/√d_k; for a sum of m products, also for 1/√(m d_k) (DeBERTa, AlphaFold).
 
-    Queries that were projected from fewer features than they have are of that lower rank, as where DeepSeek's key
-    projection is absorbed into them: there 1/√rank is usual as well, and what lies between, some features being rotary.
+    Queries projected from fewer features have a lower rank, as in DeepSeek, where they absorb the key projection. For
+    them 1/√rank is usual too, and any value between the two, because some features are rotary.
     """
     terms, tolerance = range(1, 2 + layer.reading.learned_terms), _tolerance(layer)
     if any(_close(scale, (count * layer.head_dim) ** -0.5, tolerance) for count in terms):
@@ -172,7 +172,7 @@ def _is_usual(layer: Layer, scale: float) -> bool:
 
 
 def _says_another(layer: Layer) -> bool:
-    """Return True if the model clearly asks for a multiplier of its own; restating 1/√d_k asks for nothing."""
+    """Return True if the model clearly declares a multiplier other than 1/√d_k."""
     declared = layer.declared
     if declared.scale is None or declared.scale_authority < Authority.NAMED:
         return False
@@ -205,16 +205,16 @@ def _classic(layer: Layer, scale: float) -> Finding | None:
 
 
 def _restates_usual(layer: Layer) -> bool:
-    """Return True if the module itself means 1/√d_k: then 1/d_k is that, applied twice, and not another width."""
+    """Return True if the module declares 1/√d_k: then 1/d_k means that it was applied twice."""
     declared = layer.declared.scale
     return declared is not None and _close(declared, layer.head_dim**-0.5, TOLERANCE)
 
 
 def _is_folded(layer: Layer) -> bool:
-    """Return True if the query is smaller by about √d_k instead, as T5 draws the query's projection.
+    """Return True if the scale is folded into the query, which is then smaller by about √d_k, as in T5.
 
-    Where the scale was forgotten, query and key have about the same norm; here they differ by √d_k, and half of that,
-    on a logarithmic scale, tells the two apart. The spread must be moderate too: that is what folding is for.
+    If the scale was forgotten, query and key have about the same norm. If it was folded, they differ by √d_k. The
+    threshold is the geometric mean of the two. The spread must be moderate too.
     """
     query_norm, key_norm = (float(norm.double().square().mean().sqrt()) for norm in (layer.query_norm, layer.key_norm))
     spread = float(layer.stats.std.nanmean())
@@ -222,7 +222,7 @@ def _is_folded(layer: Layer) -> bool:
 
 
 def _slips(layer: Layer) -> Iterator[tuple[str, float]]:
-    """Yield slips that have no code of their own, in words, and the multiplier that each makes."""
+    """Yield common mistakes without a code of their own: a description, and the resulting multiplier."""
     dim, heads, kv_heads = layer.head_dim, layer.heads, layer.kv_heads
     yield from zip(NO_RULE_GIVES, (dim**0.5, heads**-0.5), strict=True)
     for width in layer.model_dims:
@@ -267,10 +267,10 @@ def _negative(layer: Layer, scales: dict[int, float]) -> Finding:
 
 def _ignored(layer: Layer, scale: float) -> Finding:
     declared = layer.declared
-    assert declared.scale is not None  # else there is nothing to ignore
+    assert declared.scale is not None  # the caller checked that a scale is declared
     wanted = declared.scale
     if is_cosine(layer) and declared.scale_authority is not Authority.CONFIGURED:
-        wanted = max(wanted, 1 / wanted)  # cosines are multiplied by 10 or divided by 0.1: below one is no choice
+        wanted = max(wanted, 1 / wanted)  # a temperature of 0.1 and a multiplier of 10 mean the same
     message = f"The scores are multiplied by {scale:.4g}, and {declared.scale_source} sets {wanted:.4g}."
     advice = f"Pass the scale to what computes the attention (scale={wanted:.4g}), or correct {declared.scale_source}."
     return layer_finding(layer, "config_mismatch", message, advice, (scale, wanted))
@@ -287,7 +287,7 @@ def _one_for_each_head(layer: Layer, scales: list[float]) -> Finding:
 
 
 def _scales_after_softmax(layer: Layer) -> bool:
-    """Return True if weights or output are multiplied by a scale, or by anything while the scores have no scale."""
+    """Return True if weights or output are multiplied by a scale, or by any factor if the scores have no scale."""
     factor, tolerance = layer.wiring.factor_after_softmax, _tolerance(layer)
     if _close(factor, 1.0, tolerance):
         return False

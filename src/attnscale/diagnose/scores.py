@@ -1,16 +1,14 @@
-"""Findings from the scores themselves: `non_finite`, `exploding`, `sharp`, `diluted`, `qk_norm_freezes`.
+"""Find problems in the scores themselves: `non_finite`, `exploding`, `sharp`, `diluted`, `qk_norm_freezes`.
 
-- At initialisation a sharp head is a warning: training has not made it so. A layer of which all heads are sharp and
-  hardly any gradient passes is an error.
-- In a trained model it is a note: induction, previous-token and first-token heads are sharp because that is their job.
-  If a backward pass was watched, the gradient that reached its queries and keys shows if such a head still learns: it
-  is a warning if next to none did.
-- `diluted` is about the multiplier alone. Small random weights make every small model's attention nearly uniform at
-  first, and it learns all the same; so it is reported only if the right multiplier would not have left the scores so
-  close. Normalised queries and keys have no weights to blame: there the spread that the multiplier gives to random
-  directions decides.
-- QK-Clip acts above 100, loss deteriorates above 1,000, and every run above 10,000 diverged. A score counts by its
-  height above the mean of its row: softmax ignores a shift of the whole row.
+- At initialisation a sharp head is a warning, because training did not cause it. A layer is an error if all of its
+  heads are sharp and hardly any gradient passes.
+- In a trained model a sharp head is a note: induction, previous-token and first-token heads need sharp rows. After a
+  backward pass it is a warning if hardly any gradient reached the queries and keys of the head.
+- `diluted` concerns only the multiplier. Attention of small random weights is nearly uniform, and the model learns all
+  the same. So `diluted` is reported only if the right multiplier would give a larger spread. For normalised queries
+  and keys, the spread that the multiplier gives to random directions decides.
+- QK-Clip acts above 100, loss deteriorates above 1,000, and every run above 10,000 diverged. The height of a score
+  above the mean of its row counts, because softmax ignores a shift of the whole row.
 """
 
 import math
@@ -29,15 +27,15 @@ from attnscale.plain import readable
 from attnscale.theory.limits import DILUTED_SPREAD, critical_spread
 from attnscale.watching.layer import Layer
 
-# Of the gradient that uniform weights would pass. Published initialisations stay above it: cosine attention starts at
+# Share of the gradient that uniform weights pass. Published initialisations exceed it: cosine attention starts at
 # 10 cos θ (Swin-v2), which over 13 keys of a narrow head is past the critical spread and passes 0.43 of the gradient.
 STOPS_GRADIENT = 0.25
-# The critical spread is a law of many keys: of two, one may well take nearly all by chance, and of a few it sometimes
-# does. So a few keys are judged by a gradient that is all but gone, and fewer not at all.
+# The critical spread holds for many keys. With few keys, one often gets nearly all weight by chance: rows of few keys
+# are judged only by a vanishing gradient, and rows of still fewer keys not at all.
 MANY_KEYS, FEW_KEYS = 8, 4
-DEAD_GAIN = 0.05  # a layer that passes less of the gradient does not learn where to look
-UNREACHED = 1e-3  # of the gradient that reaches the median head; the sharpest head of rxnfp's BERT gets 0.015
-# (largest score, severity, what is known of it), the worst first.
+DEAD_GAIN = 0.05  # a layer that passes a smaller share of the gradient does not learn its queries and keys
+UNREACHED = 1e-3  # gradient relative to the median head; the sharpest head of rxnfp's BERT gets 0.015
+# (largest score, severity, published result), worst first.
 EXPLODING = (
     (1e4, "error", "every run that passed 10,000 diverged (Wortsman et al. 2023)"),
     (1e3, "warning", "loss deteriorates from about 1,000 on (Wortsman et al. 2023)"),
@@ -48,14 +46,14 @@ WIDEN_THEM = "Compute such scores in float32, or subtract the mean of the keys, 
 BOUND_THEM = "Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100)."
 CLIP_THEM = "Clip the projections (clip_qk_, at 100) before you train on, and lower the learning rate."
 PUBLISHED_COSINE = 20.0  # cosine attention starts at 10 (Swin v2) or log₂(n² − n), and learns from there
-NO_CHOICE = 1.05  # a bound on the scores: no key can weigh more than e² times another, whatever is learned
+NO_CHOICE = 1.05  # bound on the scores below which no key can get more than about e² times the weight of another
 SAME_ONE = 0.02
 
 
 def score_findings(layer: Layer, trained: bool, gradient_share: Tensor | None = None) -> Iterator[Finding]:
-    """Yield what the scores show, by head, or once for the whole layer.
+    """Find problems in the scores, by head, or once for the whole layer.
 
-    `gradient_share` has a value a head, as gradient_shares() returns it.
+    `gradient_share` has one value per head: the layer's entry in gradient_shares().
     """
     heads = head_verdicts(layer)
     broken = sum(head.verdict == "non_finite" for head in heads)
@@ -66,24 +64,24 @@ def score_findings(layer: Layer, trained: bool, gradient_share: Tensor | None = 
         return
     yield from _exploding(layer, trained)
     if not layer.wiring.mixes_along_softmax:
-        return  # the rows measured are not those that were normalised
+        return  # the measured rows are not the normalised ones
     sharp = [head for head in heads if _stops_gradient(head)]
     yield from _sharp_when_trained(layer, sharp, gradient_share) if trained else _sharp_from_start(layer, sharp, heads)
     yield from _diluted(layer, heads, trained)
 
 
 def critical_spread_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Find normalised queries and keys that are multiplied past the critical spread from the start.
+    """Find normalised queries and keys with a multiplier that takes them past the critical spread at initialisation.
 
-    In a trained model, where the scale was left out and norms have not made up for it. A configuration may ask for it.
-    Both count: |a| ‖q‖ ‖k‖ / √d_k, the spread of random directions, and the measured spread, against √(2 ln n).
+    In a trained model, report it only if the scale is missing and the norms do not compensate. A declared scale is not
+    reported. Both the spread of random directions, |a| ‖q‖ ‖k‖ / √d_k, and the measured spread must exceed √(2 ln n).
     """
     keys, scale = float(layer.stats.keys.nanmean()), abs(layer.scale_applied)
     if not layer.wiring.normalised or layer.reading.unread or not keys >= MANY_KEYS:  # NaN: no row sees any
         return
     is_left_out = math.isclose(scale, 1.0, rel_tol=SAME_ONE) and not layer.reading.learned_factor
     if is_chosen(layer, layer.scale_applied) or (trained and not is_left_out):
-        return  # gains may have come to any length
+        return  # learned gains can have any size
     norms, measured = _lengths(layer), float(layer.stats.std_within_rows.nanmean())
     spread, critical = scale * norms * layer.head_dim**-0.5, critical_spread(round(keys))
     if not (is_cosine(layer) and scale <= PUBLISHED_COSINE) and min(spread, measured) > critical:
@@ -99,11 +97,11 @@ def critical_spread_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 
 def gradient_shares(layers: Mapping[str, Layer]) -> dict[str, Tensor]:
-    """Return for each layer the gradient of its heads, in units of the model's median head; empty without a backward.
+    """Return the gradient of each layer's heads relative to the model's median head; empty without a backward pass.
 
-    1 − Σp² is what the softmax of a row lets through. What arrives also depends on the values and on the gradient from
-    above, so a sharp head may get more than any other. The geometric mean of the gradients of queries and keys is used:
-    it stays the same however a factor is shared between the two. Layers without both are left out.
+    Softmax passes the share 1 − Σp² of the gradient. The gradient that reaches a head also depends on its values and on
+    the layers above, so a sharp head may get the largest. The gradients of queries and keys are combined by their
+    geometric mean, which does not change if a factor moves from one to the other. Layers without both are skipped.
     """
     lengths = {
         name: (query.double() * key.double()).sqrt().cpu()
@@ -115,7 +113,7 @@ def gradient_shares(layers: Mapping[str, Layer]) -> dict[str, Tensor]:
 
 
 def threshold_reached(score: float) -> tuple[float, str, str] | None:
-    """Return the highest published threshold that a score has reached, as in EXPLODING; None below all of them."""
+    """Return the entry of EXPLODING with the highest threshold that a score reaches; None if it reaches none."""
     return next((threshold for threshold in EXPLODING if score >= threshold[0]), None)
 
 
@@ -127,7 +125,7 @@ def _stops_gradient(head: Verdict) -> bool:
 
 
 def _exploding(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Judge the largest score by what softmax sees of it: its height above the mean of its row, if that is smaller."""
+    """Judge the largest score by its height above the row mean, if that is smaller than the score itself."""
     stats = layer.stats
     effective, head = (float(found) for found in torch.minimum(stats.max, stats.max_above_mean).nan_to_num(0.0).max(0))
     reached = threshold_reached(effective)
@@ -136,22 +134,24 @@ def _exploding(layer: Layer, trained: bool) -> Iterator[Finding]:
     by_itself = threshold_reached(largest)
     if by_itself is None:
         return
-    _, severity, known = reached or (0.0, "note", SHIFTED)
+    _, severity, published = reached or (0.0, "note", SHIFTED)
     advice = WIDEN_THEM if reached is None else CLIP_THEM if trained else BOUND_THEM
     of_row = "" if reached == by_itself else f", and {readable(above_mean, 4)} above the mean of its row"
     bound = readable(float(stats.max_bound.max()), 4)
     bracket = "" if stats.exact else f" among the rows measured (at most {bound} in all)"
-    message = f"{cause(layer, head).sentence} The largest score is {readable(largest, 4)}{bracket}{of_row}; {known}."
+    message = (
+        f"{cause(layer, head).sentence} The largest score is {readable(largest, 4)}{bracket}{of_row}; {published}."
+    )
     yield Finding(layer.name, head, "exploding", severity, message, largest, EXPLODING[-1][0], advice)
 
 
 def _sharp_from_start(layer: Layer, sharp: list[Verdict], heads: list[Verdict]) -> Iterator[Finding]:
-    """Report sharp heads at initialisation, once if all are."""
+    """Report sharp heads at initialisation; one finding if all heads are sharp."""
     are_all, severity = bool(sharp) and len(sharp) == len(heads), "warning"
     if are_all and fmean(head.jacobian_trace for head in heads) < DEAD_GAIN:
         severity = "error"
     if layer.wiring.normalised and (layer.declared.scale_of_one or is_chosen(layer, layer.scale_applied)):
-        severity = "note"  # no weight can change it, so it was meant
+        severity = "note"  # it does not depend on the weights, so it is intended
     for found in [sharp] if are_all else [[head] for head in sharp]:
         why = cause(layer, None if are_all else found[0].head)
         start = f"{why.sentence} {'All heads are' if are_all else 'The head is'} sharp"
@@ -159,7 +159,7 @@ def _sharp_from_start(layer: Layer, sharp: list[Verdict], heads: list[Verdict]) 
 
 
 def _sharp_when_trained(layer: Layer, sharp: list[Verdict], gradient_share: Tensor | None) -> Iterator[Finding]:
-    """Report sharp heads of a trained model, where a head may be sharp on purpose."""
+    """Report sharp heads of a trained model."""
     for head in sharp:
         share = math.nan if gradient_share is None else float(gradient_share[head.head])
         of_median = f"its queries and keys get {share:.2g} of the gradient of the median head"
@@ -177,7 +177,7 @@ def _sharp_when_trained(layer: Layer, sharp: list[Verdict], gradient_share: Tens
 def _sharp_finding(
     layer: Layer, heads: Sequence[Verdict], head: int | None, severity: str, start: str, advice: str
 ) -> Finding:
-    """Return a finding about one head, or about all of them by their means."""
+    """Return a finding about one head, or about the means of all heads."""
     numbers = ("spread", "keys", "critical_spread", "entropy_ratio", "top1", "jacobian_trace")
     spread, keys, critical, entropy, top1, trace = (fmean(getattr(each, name) for each in heads) for name in numbers)
     message = (
@@ -205,7 +205,7 @@ def _diluted(layer: Layer, heads: list[Verdict], trained: bool) -> Iterator[Find
     blamed = [head for head in heads if head.verdict == "diluted" and _multiplier_dilutes(layer, head)]
     blamed = heads if is_bounded else blamed
     if not blamed or len(blamed) < len(heads) / 2:
-        return  # a multiplier that dilutes does so to most heads
+        return  # a wrong multiplier dilutes most heads of a layer
     scale, expected = layer.scale_applied, _better_multiplier(layer)
     spread, entropy = math.fsum(head.spread for head in blamed) / len(blamed), min(h.entropy_ratio for h in blamed)
     yield layer_finding(
@@ -230,12 +230,12 @@ def _multiplier_dilutes(layer: Layer, head: Verdict) -> bool:
 
 
 def _better_multiplier(layer: Layer) -> float:
-    """Return the multiplier that scores should have; normalised vectors: one that spreads random directions by one."""
+    """Return the right multiplier; for normalised vectors, the one that gives random directions a spread of one."""
     if not layer.wiring.normalised:
         return abs(layer.scale_expected)
     return math.sqrt(layer.head_dim) / max(_lengths(layer), 1e-300)
 
 
 def _lengths(layer: Layer) -> float:
-    """Return ‖q‖‖k‖, the mean over heads."""
+    """Return the mean of ‖q‖‖k‖ over heads."""
     return float((layer.query_norm.double() * layer.key_norm.double()).nanmean())

@@ -1,9 +1,9 @@
-"""Tell from its parameters alone if a model has been trained.
+"""Decide from the parameters if a model has been trained.
 
-Every common initialisation sets the gains of a norm to one value and its biases to zero, and one optimiser step moves
+Every common initialisation sets the gains of a norm to one value and its biases to zero, and one optimiser step changes
 them. A model without norms is judged by the biases of its linear layers, which start at zero or uniform within
-±1/√fan_in. Where neither says anything, the model is taken to be at its initialisation, which is judged more strictly.
-Where all parameters are sharded and freed (FSDP1), nothing can be read and the model is taken to be trained.
+±1/√fan_in. Without either, the model counts as untrained, which is judged more strictly. If all parameters are sharded
+and freed (FSDP1), none can be read, and the model counts as trained.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-UNIFORM_MEAN_SQUARE = 1 / 3  # of U(−1, 1)
-LARGEST_UNIFORM = 1.01  # the bound, rounded to bfloat16
-UNIFORM_SLACK = 4.0  # standard errors
+UNIFORM_MEAN_SQUARE = 1 / 3  # mean square of U(−1, 1)
+LARGEST_UNIFORM = 1.01  # bound of U(−1, 1) with rounding to bfloat16
+UNIFORM_SLACK = 4.0  # tolerance in standard errors
 UNIFORM_DEVIATION = (4 / 45) ** 0.5  # standard deviation of the square of U(−1, 1)
 
 
@@ -26,9 +26,11 @@ def is_trained(model: nn.Module) -> bool:
     """
     norms = list(_norm_parameters(model))
     linears = [(each, each.bias) for each in model.modules() if isinstance(each, nn.Linear) and each.bias is not None]
-    known = [(name, values) for name, tensor in norms if (values := _local(tensor)) is not None and values.dim() <= 1]
-    if known:
-        return any(not _is_one_value(name, values) for name, values in known)
+    parameters = [
+        (name, values) for name, tensor in norms if (values := _local(tensor)) is not None and values.dim() <= 1
+    ]
+    if parameters:
+        return any(not _is_one_value(name, values) for name, values in parameters)
     biases = [(linear, values) for linear, bias in linears if (values := _local(bias)) is not None]
     if biases:
         return any(not _is_as_drawn(bias.double() * linear.in_features**0.5) for linear, bias in biases)
@@ -36,7 +38,7 @@ def is_trained(model: nn.Module) -> bool:
 
 
 def _norm_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield gains and biases of LayerNorm, RMSNorm and their kin; FSDP1 makes them plain attributes of their module."""
+    """Yield gains and biases of normalisation layers; FSDP1 makes them plain attributes of their module."""
     for module in model.modules():
         if "norm" in type(module).__name__.lower():
             attributes = {**vars(module), **dict(module.named_parameters(recurse=False))}
@@ -44,7 +46,7 @@ def _norm_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_one_value(name: str, values: Tensor) -> bool:
-    """Return True for a constant gain, whatever the constant; a bias, or a single number, must be exactly 0 or 1."""
+    """Return True for a constant gain of any value; a bias, or a single number, must be exactly 0 or 1."""
     first = values.flatten()[0]
     if not bool((values == first).all()):
         return False
@@ -52,13 +54,13 @@ def _is_one_value(name: str, values: Tensor) -> bool:
 
 
 def _local(parameter: Tensor) -> Tensor | None:
-    """Return the part of a parameter that this rank holds; None where it holds none, or its storage is freed."""
+    """Return this rank's shard of a parameter; None if it is empty or its storage is freed."""
     shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return None if shard.is_meta or not shard.numel() or _is_freed(shard) else shard
 
 
 def _is_freed(tensor: Tensor) -> bool:
-    """Return True for a view of a storage that FSDP1 freed: reading it would crash the process."""
+    """Return True for a view of a storage that FSDP1 freed; reading it would crash the process."""
     if tensor.is_meta or not tensor.numel() or hasattr(tensor, "to_local"):
         return False
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
@@ -66,7 +68,7 @@ def _is_freed(tensor: Tensor) -> bool:
 
 
 def _is_as_drawn(bias: Tensor) -> bool:
-    """Return True if all are zero, or uniform within ±1: none outside, and the mean square that of a uniform draw."""
+    """Return True if all values are zero, or look drawn from U(−1, 1) by their range and mean square."""
     if not bias.any():
         return True
     mean_square = float(bias.square().mean())

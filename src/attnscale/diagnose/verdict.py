@@ -1,8 +1,8 @@
-"""Judge each head by the spread of its scores: a verdict from theory, confirmed by what the softmax really did.
+"""Judge each head by the spread of its scores, confirmed by its measured entropy.
 
-Theory: over n visible keys the critical spread is √(2 ln n), the spread being that within rows, which is all that
-softmax sees. It also counts a key that gets no weight, so a head is `sharp` only if its measured entropy is as low as
-theory says.
+Over n visible keys the critical spread is √(2 ln n). Only the spread within rows counts, because softmax ignores a
+shift of a row. Keys without weight raise the spread too, so a head is `sharp` only if its measured entropy is as low as
+theory predicts.
 """
 
 import math
@@ -17,35 +17,35 @@ from attnscale.theory.gaussian import expected_softmax
 from attnscale.theory.limits import CRITICAL_MARGIN, critical_spread, regime
 from attnscale.watching.layer import Layer
 
-# Times the entropy at the edge of sharpness: a head above that is not sharp, whatever its spread.
+# A head is not sharp if its entropy exceeds that at the edge of sharpness by this factor.
 CONFIRMED = 1.25
-NO_KEYS = "no keys"  # a layer that ran, and of which no row saw a key
+NO_KEYS = "no keys"  # a layer that ran, but no row saw a key
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One head: the verdict, and the numbers it is based on."""
+    """Verdict on one head, with its numbers."""
 
     layer: str
     head: int
-    verdict: str  # "diluted", "healthy", "sharp", "non_finite"; "uncertain": several are within the error
-    spread: float  # of the scores about the mean of their row
-    keys: float  # visible to a row, on average
+    verdict: str  # "diluted", "healthy", "sharp", "non_finite", or "uncertain" if the error allows several
+    spread: float  # standard deviation of the scores about their row mean
+    keys: float  # mean number of visible keys per row
     critical_spread: float
     entropy_ratio: float
     top1: float
     jacobian_trace: float
-    spread_error: float  # half widths of 95% intervals, 0 where all rows were measured
-    gain_error: float  # of jacobian_trace
+    spread_error: float  # half width of the 95% interval; 0 if all rows were measured
+    gain_error: float  # half width for jacobian_trace
 
     @property
     def is_past_critical_spread(self) -> bool:
-        """True if the spread is beyond the critical spread itself, and the entropy as low as that makes it."""
+        """True if the spread exceeds the critical spread, and the entropy is as low as theory predicts."""
         return self.verdict == "sharp" and self.spread - self.spread_error > self.critical_spread
 
 
 def head_verdicts(layer: Layer) -> list[Verdict]:
-    """Return the verdict on every head that saw any keys."""
+    """Return the verdict on every head with visible keys."""
     stats = layer.stats
     columns = torch.stack([stats.keys, stats.std_within_rows, stats.entropy_ratio, stats.top1, stats.jacobian_trace])
     errors = torch.stack(
@@ -59,7 +59,7 @@ def head_verdicts(layer: Layer) -> list[Verdict]:
 
 
 def verdict_word(layer: Layer, findings: Iterable[Finding]) -> str:
-    """Return one word for a layer: the code of the worst warning or error about it, else the worst of its heads.
+    """Return one word for a layer: the code of its worst warning or error, else the worst verdict of its heads.
 
     A layer is `diluted` only if all of its heads are.
     """
@@ -73,9 +73,9 @@ def verdict_word(layer: Layer, findings: Iterable[Finding]) -> str:
 
 
 def verdict_text(layer: Layer, findings: Iterable[Finding], trained: bool) -> str:
-    """Return the verdict on a layer for people: with the heads it is about, and `healthy` where it is normal.
+    """Return the verdict on a layer with its number of heads; `healthy` if sharp heads are normal.
 
-    Heads of a trained model are sharp without harm; a finding says so where it is otherwise.
+    Sharp heads of a trained model are normal unless a finding reports them.
     """
     findings = list(findings)
     word, heads = verdict_word(layer, findings), head_verdicts(layer)
@@ -87,7 +87,7 @@ def verdict_text(layer: Layer, findings: Iterable[Finding], trained: bool) -> st
 
 
 def worst_code(layer: str, findings: Iterable[Finding]) -> str | None:
-    """Return the code of the worst warning or error about the layer of this name; None where there is none."""
+    """Return the code of the worst warning or error about the layer of this name; None if there is none."""
     about = [each for each in findings if each.layer == layer and each.severity != "note"]
     return max(about, key=lambda each: severity_rank(each.severity)).code if about else None
 
@@ -98,9 +98,9 @@ def _verdict(layer: str, head: int, numbers: list[float], errors: list[float]) -
     if not all(map(math.isfinite, (spread, top1, jacobian_trace))):
         found = "non_finite"
     elif round(keys) < 2:
-        found = "healthy"  # one key takes all, as it must
+        found = "healthy"  # a single key always gets all the weight
     elif math.isnan(spread_error) or math.isnan(entropy_error):
-        found = "uncertain"  # the rows looked at cannot tell how far off they are
+        found = "uncertain"  # the error is unknown
     else:
         ends = (
             (spread - spread_error, entropy_ratio + entropy_error),
@@ -114,11 +114,11 @@ def _verdict(layer: str, head: int, numbers: list[float], errors: list[float]) -
 
 
 def _confirmed_regime(spread: float, entropy_ratio: float, keys: int) -> str:
-    """Return the regime of a spread in theory, `sharp` only where the entropy is as low as that."""
+    """Return the regime of a spread; `sharp` only if the entropy is as low as theory predicts."""
     found = regime(spread, keys)
     return "healthy" if found == "sharp" and entropy_ratio > CONFIRMED * _edge_of_sharpness(keys) else found
 
 
 def _edge_of_sharpness(keys: int) -> float:
-    """Entropy ratio at the spread from which regime() says `sharp`."""
+    """Return the entropy ratio at the smallest spread that regime() calls `sharp`."""
     return expected_softmax(CRITICAL_MARGIN * critical_spread(keys), keys).entropy_ratio

@@ -1,4 +1,4 @@
-"""Compute what another scale, soft-cap or clip would do to the scores of a query and a key."""
+"""Compute the effect of another scale, soft-cap or clip on the scores of queries and keys."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,20 +25,20 @@ from attnscale.rules.rule import Scaled, Visible, multiply
 from attnscale.visibility import Visibility
 from attnscale.watching.saved_call import SavedCall
 
-SOFTCAPS = (30.0, 50.0)  # Grok's and Gemma 2's
-TINY = 1e-300  # in place of a norm of zero
-CLIP = 100.0  # Kimi K2's QK-Clip
+SOFTCAPS = (30.0, 50.0)  # used by Grok and Gemma 2
+TINY = 1e-300  # avoids a division by a norm of zero
+CLIP = 100.0  # threshold of QK-Clip in Kimi K2
 CURRENT = "current"
 TRIED = ("spread", "entropy", "entropy_ratio", "top1", "jacobian_trace", "max")
 WIDTHS = {"entropy_ratio": 9, "top1": 7, "jacobian_trace": 7}
-# Heading and width, 80 with the name.
+# Heading and width of each column; the line has 80 characters with the name.
 COLUMNS = {"scale": 8} | {STATISTICS[name].short: WIDTHS.get(name, 8) for name in TRIED} | {"output\nchange": 7}
 NAME_WIDTH = 18  # LearnedTemperature just fits
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scale, as attention() takes it, and a soft-cap."""
+    """A scale, as accepted by attention(), and a soft-cap."""
 
     scale: Scale = None
     softcap: float | None = None
@@ -46,17 +46,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the table; the catalogue of statistics says how heads become one number."""
+    """One line of the table; the catalogue of statistics defines how heads are combined."""
 
     name: str
-    scale: float  # multiplier of q·k, on average; for a rule that normalises, with the norms
+    scale: float  # mean multiplier of q·k; for a rule that normalises, it includes the norms
     spread: float
     entropy: float
     entropy_ratio: float
     top1: float
     jacobian_trace: float
     max: float
-    output_change: float  # ‖output − current output‖ / ‖current output‖; NaN where the values are not known
+    output_change: float  # ‖output − current output‖ / ‖current output‖; NaN without values
 
     def numbers(self) -> tuple[str, ...]:
         """Return the cells of its line, in the order of COLUMNS."""
@@ -72,7 +72,7 @@ class Outcome:
 
 @dataclass(frozen=True, repr=False)
 class WhatIf(Result):
-    """The current setting and all candidates."""
+    """Statistics of the current setting and of all candidates."""
 
     rows: tuple[Outcome, ...]
 
@@ -111,7 +111,7 @@ def what_if(
     """Measure the scores and the output under each candidate; `scale` and `softcap` are the current ones.
 
     The default candidates are every rule, soft-caps of 30 and 50, and QK-Clip at 100. The change of the output is
-    computed with `value`; without one with the key, which shows how far the weights move, not in which direction.
+    computed with `value`. Without a value, the key is used instead, which only shows how much the weights change.
 
     >>> table = what_if(4 * torch.randn(1, 2, 32, 64), torch.randn(1, 2, 32, 64))
     >>> table["calibrated"].jacobian_trace > table["current"].jacobian_trace
@@ -121,8 +121,8 @@ def what_if(
     if enable_gqa:
         key, value = _for_each_query_head(key, heads), None if value is None else _for_each_query_head(value, heads)
     check_inputs(query, key, value, attn_mask, is_causal, False, softcap)
-    seen, current = Visibility.of(attn_mask, is_causal), Candidate(scale, softcap)
-    return _tried((_Trial(query, key, key if value is None else value, seen, current, rows),), candidates)
+    visibility, current = Visibility.of(attn_mask, is_causal), Candidate(scale, softcap)
+    return _tried((_Trial(query, key, key if value is None else value, visibility, current, rows),), candidates)
 
 
 @torch.no_grad()
@@ -132,9 +132,9 @@ def what_if_calls(
     rows: int | None = None,
     measured: ScoreStats | None = None,
 ) -> WhatIf:
-    """Measure each candidate over calls that were kept whole; `measured` are the statistics of the calls themselves.
+    """Measure each candidate over saved calls; `measured` are the statistics of the calls themselves.
 
-    Biases and masks stay as they were under every candidate.
+    Every candidate uses the biases and masks of the calls.
     """
     return _tried([_trial(call, rows) for call in calls], candidates, measured)
 
@@ -153,13 +153,13 @@ def _tried(
     candidates: Mapping[str, Candidate | Scale] | None,
     measured: ScoreStats | None = None,
 ) -> WhatIf:
-    """Try every candidate on all trials; `measured` are the statistics of the current setting, if known."""
+    """Measure every candidate on all trials; `measured` are the statistics of the current setting, or None."""
     before = merged_when_read([trial.stats(trial.current) for trial in trials])
-    given = [trial.candidates(candidates, before) for trial in trials]
+    choices = [trial.candidates(candidates, before) for trial in trials]
     outputs = [trial.output(trial.current) for trial in trials]
     now = [trial.current for trial in trials]
     current = _outcome(CURRENT, trials, now, outputs, before if measured is None else measured)
-    others = (_outcome(name, trials, [each[name] for each in given], outputs) for name in given[0])
+    others = (_outcome(name, trials, [each[name] for each in choices], outputs) for name in choices[0])
     return WhatIf((current, *others))
 
 
@@ -183,7 +183,7 @@ def _outcome(
 
 
 def _change(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> float:
-    """Return the relative change of the outputs; NaN where a value is not known."""
+    """Return the relative change of the outputs; NaN if a value is missing."""
     moved, was = 0.0, 0.0
     for old, new in zip(before, after, strict=True):
         if old is None or new is None:
@@ -203,14 +203,16 @@ class _Trial:
     current: Candidate
     rows: int | None
 
-    def candidates(self, given: Mapping[str, Candidate | Scale] | None, before: ScoreStats) -> Mapping[str, Candidate]:
-        """Return those given; by default every rule, learned ones at their start, two soft-caps and a clip.
+    def candidates(
+        self, requested: Mapping[str, Candidate | Scale] | None, before: ScoreStats
+    ) -> Mapping[str, Candidate]:
+        """Return the caller's candidates; by default every rule (learned rules untrained), two soft-caps and a clip.
 
-        Rules that need a number get one: `constant` 1/d_k, `temperature` half of √d_k, `yarn` a context stretched by 4.
+        Rules with a required parameter get one: `constant` 1/d_k, `temperature` √d_k / 2, `yarn` a factor of 4.
         The soft-caps and the clip keep the current scale, the rules the current soft-cap.
         """
-        if given is not None:
-            return {name: self._candidate(each) for name, each in given.items()}
+        if requested is not None:
+            return {name: self._candidate(each) for name, each in requested.items()}
         head_dim, current = self.query.shape[-1], self.current
         numbers = {"constant": 1 / head_dim, "temperature": math.sqrt(head_dim) / 2, "yarn": 4.0}
         names = [f"{name}:{numbers[name]:.4g}" if name in numbers else name for name in RULES]
@@ -219,13 +221,13 @@ class _Trial:
         clipped = _Clipped(current.scale, before.max, self.visible)
         return found | {f"clip:{CLIP:g}": Candidate(clipped, current.softcap)}
 
-    def _candidate(self, given: Candidate | Scale) -> Candidate:
-        if isinstance(given, Candidate):
-            return given
-        if isinstance(given, str | type):
+    def _candidate(self, candidate: Candidate | Scale) -> Candidate:
+        if isinstance(candidate, Candidate):
+            return candidate
+        if isinstance(candidate, str | type):
             heads = self.query.shape[-3] if self.query.dim() > 2 else 1
-            given = get_rule(given, head_dim=self.query.shape[-1], heads=heads)
-        return Candidate(given, self.current.softcap)
+            candidate = get_rule(candidate, head_dim=self.query.shape[-1], heads=heads)
+        return Candidate(candidate, self.current.softcap)
 
     def visible(self) -> Tensor | None:
         return self.visibility.counts(self.query.shape[-2], self.key.shape[-2], self.query.device)
@@ -249,10 +251,10 @@ class _Trial:
 
 @dataclass(frozen=True)
 class _Clipped:
-    """QK-Clip as a rule: each head above the threshold is brought down to it, γ = min(1, 100/max)."""
+    """QK-Clip as a rule: scale each head down to the threshold, γ = min(1, 100/max)."""
 
     scale: Scale
-    largest: Tensor  # score of each head
+    largest: Tensor  # largest score of each head
     ask_visible: Callable[[], Tensor | None]
 
     def __call__(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:

@@ -31,7 +31,7 @@ from attnscale.train.record import Record
 
 SCALES = {"scaled by 1/√d_k": "inverse_sqrt", "unscaled": "unscaled"}
 TASK = Recall(pairs=4, rounds=4, keys=8, values=8)
-RATE = 0.003
+HEAD_DIM, STEPS, RATE = 128, 160, 0.003
 EVERY = 10  # steps between two records
 SEQUENCES = 64  # whose loss gives the gradient on the queries before the first step
 LEARNED = 0.1  # nats: nine answers of ten are right
@@ -79,23 +79,13 @@ class Twins:
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Demo:
-    """Head dimension, number of training steps and seed."""
-
-    head_dim: int = 128
-    steps: int = 160
-    seed: int = 0
-
-
 class TwinTraining:
-    """Both models in training."""
+    """Both models in training: head dimension, number of steps, and the seed of weights and batches."""
 
-    def __init__(self, demo: Demo) -> None:
-        self.demo = demo
+    def __init__(self, head_dim: int = HEAD_DIM, steps: int = STEPS, seed: int = 0) -> None:
+        self.head_dim, self.step_count, self.seed = head_dim, steps, seed
         self.models = {
-            name: seeded_model(TASK.vocabulary, demo.seed, head_dim=demo.head_dim, scale=scale)
-            for name, scale in SCALES.items()
+            name: seeded_model(TASK.vocabulary, seed, head_dim=head_dim, scale=scale) for name, scale in SCALES.items()
         }
         self.losses: dict[str, list[tuple[int, float]]] = {name: [] for name in SCALES}
         self.records: dict[str, list[Record]] = {name: [] for name in SCALES}
@@ -105,7 +95,7 @@ class TwinTraining:
 
     def steps(self) -> Iterator[dict[str, Step]]:
         """Train both on the same batches, one step of each at a time."""
-        schedule = Schedule(self.demo.steps, RATE, seed=self.demo.seed)
+        schedule = Schedule(self.step_count, RATE, seed=self.seed)
         runs = {
             name: training(model, TASK, schedule, Monitor(model, every=EVERY, rows=None))
             for name, model in self.models.items()
@@ -136,20 +126,20 @@ class TwinTraining:
         )
         scaled, unscaled = (held_out[name] for name in SCALES)
         return Twins(
-            title=f"Why √d_k: the same model with and without it, d_k = {self.demo.head_dim}",
+            title=f"Why √d_k: the same model with and without it, d_k = {self.head_dim}",
             verdict=verdict(scaled, unscaled),
-            explanation=explanation(self.demo, self.records, self.received, unscaled),
+            explanation=explanation(self.head_dim, self.records, self.received, unscaled),
             runs=runs,
             settings=self._settings(),
         )
 
     def _settings(self) -> dict[str, object]:
         return {
-            "model": f"{LAYERS} layers, {HEADS} heads of d_k {self.demo.head_dim}, rotary positions; the same first "
+            "model": f"{LAYERS} layers, {HEADS} heads of d_k {self.head_dim}, rotary positions; the same first "
             "weights and batches",
             "task": f"recall which of {TASK.values} values goes with a key: {TASK.pairs} pairs in each sequence, shown "
             f"{TASK.rounds} times",
-            "training": f"{self.demo.steps} steps of 16 sequences, Adam at {RATE:g}, seed {self.demo.seed}",
+            "training": f"{self.step_count} steps of 16 sequences, Adam at {RATE:g}, seed {self.seed}",
             "scores": f"every row of every head, every {EVERY} steps",
             "gradient": f"on the first layer's queries before the first step, from {SEQUENCES} held-out sequences",
             "loss of guessing any value": TASK.chance,
@@ -182,7 +172,7 @@ def verdict(scaled: float, unscaled: float) -> str:
 
 
 def explanation(
-    demo: Demo, records: dict[str, list[Record]], received: dict[str, GradientShares], unscaled_loss: float
+    head_dim: int, records: dict[str, list[Record]], received: dict[str, GradientShares], unscaled_loss: float
 ) -> tuple[str, ...]:
     """Explain the losses by the first scores, the softmax over them and the gradient."""
     with_scale, without = SCALES
@@ -193,7 +183,7 @@ def explanation(
     side = "above" if spread[without] > critical_spread(keys) else "below"
     paragraphs = [
         f"Before the first step the unscaled scores have a spread of {spread[without]:.1f}, close to "
-        f"√{demo.head_dim}. Divided by √{demo.head_dim} it is {spread[with_scale]:.2f}. The critical spread over "
+        f"√{head_dim}. Divided by √{head_dim} it is {spread[with_scale]:.2f}. The critical spread over "
         f"{keys} keys is √(2 ln {keys}) = {critical_spread(keys):.1f}: the unscaled model starts {side} it. Its mean "
         f"row entropy is {entropy[without]:.0%} of the maximum; the scaled model's is {entropy[with_scale]:.0%}.",
         on_gradient(received[with_scale], received[without]),

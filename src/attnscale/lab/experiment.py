@@ -145,12 +145,17 @@ class Experiment:
     conclude: "Callable[[Outcomes], Conclusion]"
     seeds: int = 8
     quick_seeds: int = 4
-    trains: bool = False  # models, of which a quick run has too few and too small ones
+    trains: bool = False  # models, which may be on a GPU, and of which a quick run has too few and too small ones
     version: int = 1
     core_minutes: float = 0.0  # of all cells together, as recorded in docs/results
 
-    def cells(self, quick: bool = False, seeds: int | None = None) -> list[Cell]:
+    def cells(self, quick: bool = False, seeds: int | None = None, device: str = "cpu") -> list[Cell]:
         """List the grid once for each seed, seed by seed, so that an early stop leaves complete grids."""
         seeds = (self.quick_seeds if quick else self.seeds) if seeds is None else seeds
+        on = {"device": device} if self.trains and device != "cpu" else {}
         grid = self.grid(quick)
-        return [Cell(self.name, self.version, {**settings, "seed": seed}) for seed in range(seeds) for settings in grid]
+        return [
+            Cell(self.name, self.version, {**settings, **on, "seed": seed})
+            for seed in range(seeds)
+            for settings in grid
+        ]

@@ -49,6 +49,7 @@ def sweep(
     *,
     quick: bool = False,
     seeds: int | None = None,
+    device: str = "cpu",
     tasks: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Result:
@@ -58,7 +59,7 @@ def sweep(
     cancel(), such as submitit's executors and a Dask client. Each cell is one task of it, unless the number of `tasks`
     to share them out to is given.
     """
-    cells = experiment.cells(quick, seeds)
+    cells = experiment.cells(quick, seeds, device)
     done = {cell.digest: stored for cell in cells if (stored := read_cell(folder, cell)) is not None}
     missing = [cell for cell in cells if cell.digest not in done]
     progress(len(done), len(cells))
@@ -69,6 +70,7 @@ def sweep(
         "quick": quick,
         "seeds": len({cell.settings["seed"] for cell in cells}),
         "±": INTERVALS,
+        "device": device if experiment.trains else "cpu",
         "cells": len(cells),
         "cell_seconds": sum(stored.seconds for stored in done.values()),
         "versions": versions(),
@@ -159,7 +161,7 @@ def _run(cells: list[Cell], folder: Path, executor: Executor, tasks: int) -> Ite
             still = []
             for share, task in running:
                 if task.done():
-                    yield from _kept(folder, share, task)
+                    yield from _results_of(folder, share, task)
                 else:
                     still.append((share, task))
             running = still
@@ -170,7 +172,7 @@ def _run(cells: list[Cell], folder: Path, executor: Executor, tasks: int) -> Ite
         raise
 
 
-def _kept(folder: Path, cells: list[Cell], task: Future[list[Stored]]) -> Iterator[tuple[Cell, Stored]]:
+def _results_of(folder: Path, cells: list[Cell], task: Future[list[Stored]]) -> Iterator[tuple[Cell, Stored]]:
     try:
         found = task.result()
     except BrokenProcessPool:

@@ -23,8 +23,9 @@ class Batch:
     targets: Tensor
 
     def loss(self, model: nn.Module) -> Tensor:
-        """Return the mean cross-entropy over all targets, in nats."""
-        return F.cross_entropy(model(self.tokens).flatten(0, 1), self.targets.flatten())
+        """Return the mean cross-entropy over all targets, in nats, on the model's device."""
+        device = next(model.parameters()).device
+        return F.cross_entropy(model(self.tokens.to(device)).flatten(0, 1), self.targets.to(device).flatten())
 
 
 @dataclass(frozen=True)

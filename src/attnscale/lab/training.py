@@ -21,6 +21,7 @@ from attnscale.watching import watch
 WARM_UP = 0.1  # share of the steps over which the rate rises; half a cosine to zero follows
 LAYERS, HEADS, D_MODEL = 2, 2, 64  # of the lab's model; recall needs two layers
 HELD_OUT = 64  # examples
+CURVE_POINTS = 20
 SHARES = tuple(point / 20 for point in range(21))  # of queries, for which a curve has a point
 SUMMARISED = ("std", "entropy_ratio", "jacobian_trace")
 SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim"}  # that experiments compare
@@ -86,6 +87,11 @@ def swap_scale(model: nn.Module, scale: str) -> None:
         attention.scale = get_rule(SCALES[scale])
 
 
+def adam(model: nn.Module, rate: float) -> Adam:
+    """Return the optimiser of the lab."""
+    return Adam(model.parameters(), rate, betas=(0.9, 0.95), fused=True)
+
+
 def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor | None = None) -> Iterator[Step]:
     """Train with Adam, one step each time the next is asked for; end early if the loss is not finite.
 
@@ -96,7 +102,7 @@ def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor 
     >>> [(step.number, step.record is not None) for step in steps]
     [(0, True), (1, False), (2, True)]
     """
-    optimiser = Adam(model.parameters(), schedule.rate, betas=(0.9, 0.95), fused=True)
+    optimiser = adam(model, schedule.rate)
     generator = torch.Generator().manual_seed(schedule.seed)
     try:
         for number in range(schedule.steps):
@@ -135,12 +141,21 @@ class Trained:
         """Loss at the end; if it is not finite, the loss at the start."""
         return self.end if math.isfinite(self.end) else self.start
 
-    def curve(self, steps: int, points: int) -> list[float]:
+    def curve(self, steps: int, points: int = CURVE_POINTS) -> list[float]:
         """Return mean losses over equal parts of the run; parts that it did not reach count as `final`."""
         whole = [*self.losses, *[math.nan] * (steps - len(self.losses))]
-        ends = [point * steps // points for point in range(points + 1)]
-        means = (math.fsum(whole[start:end]) / (end - start) for start, end in pairwise(ends))
+        means = (math.fsum(whole[start:end]) / (end - start) for start, end in _parts(steps, points))
         return [mean if math.isfinite(mean) else self.final for mean in means]
+
+
+def curve_steps(steps: int, points: int = CURVE_POINTS) -> list[float]:
+    """Return the middle step of each part of a curve."""
+    return [(start + end - 1) / 2 for start, end in _parts(steps, points)]
+
+
+def _parts(steps: int, points: int) -> list[tuple[int, int]]:
+    points = min(points, steps)
+    return list(pairwise(point * steps // points for point in range(points + 1)))
 
 
 def trained(model: nn.Module, task: Task, schedule: Schedule) -> Trained:

@@ -1,4 +1,4 @@
-"""Loading of models by name or path, with inputs to run them on; nothing that a model brings along is executed."""
+"""Load models by name or path, with inputs to run them on; code that comes with a model is never executed."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

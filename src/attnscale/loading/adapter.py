@@ -1,4 +1,4 @@
-"""PEFT adapters: their weights put into the model that they were trained on."""
+"""Load PEFT adapters into their base models."""
 
 from dataclasses import fields
 from importlib import import_module
@@ -16,17 +16,17 @@ from attnscale.loading.weights import read_weights
 
 CONFIG = "adapter_config.json"
 NAMES = ("adapter_model.safetensors", "adapter_model.bin")
-# Fields that name other files, or that run something.
+# Fields that name other files or run code.
 UNSAFE = {"auto_mapping", "megatron_config", "runtime_config", "loftq_config", "eva_config", "corda_config"}
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return True for a folder that holds an adapter and no model."""
+    """Return True for a folder with an adapter and without a model."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(folder: Path) -> str:
-    """Return the name of the model that an adapter was trained on; a path is refused."""
+    """Return the name of an adapter's base model; raise an error for a path."""
     config = read_json(folder / CONFIG)
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not isinstance(name, str) or not is_name(name):
@@ -38,7 +38,7 @@ def base_of(folder: Path) -> str:
 
 
 def apply_adapter(model: nn.Module, folder: Path) -> nn.Module:
-    """Return the model with the adapter's weights, merged if this kind of adapter can be."""
+    """Return the model with the adapter applied, and merged if its type supports merging."""
     if find_spec("peft") is None:
         raise ModelError(f"The adapter in {folder} needs the package peft: pip install peft.")
     weights = next((folder / name for name in NAMES if (folder / name).is_file()), None)
@@ -62,5 +62,5 @@ def _config_of(peft: Any, raw: Any, folder: Path) -> Any:
     kind = raw.get("peft_type") if isinstance(raw, dict) else None
     if kind not in kinds:
         raise ModelError(f"Unknown peft_type {kind!r} in {folder / CONFIG}: peft {peft.__version__} does not have it.")
-    known = {field.name for field in fields(kinds[kind]) if field.init} - UNSAFE
-    return kinds[kind](**{name: value for name, value in raw.items() if name in known} | {"inference_mode": True})
+    names = {field.name for field in fields(kinds[kind]) if field.init} - UNSAFE
+    return kinds[kind](**{name: value for name, value in raw.items() if name in names} | {"inference_mode": True})

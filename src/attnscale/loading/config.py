@@ -1,4 +1,4 @@
-"""config.json read as data: fields that could fetch or run code are removed before transformers reads it."""
+"""Read config.json as data; remove fields that could fetch or run code before transformers reads it."""
 
 import json
 import re
@@ -8,24 +8,24 @@ from typing import Any
 from attnscale.errors import ModelError
 from attnscale.files import read_whole
 
-# An attention or experts implementation may name a kernel on a hub, which would be fetched and run; auto_map names
-# Python files beside the weights; the rest name other repositories or files, or turn such loading on.
+# An attention or experts implementation may name a kernel on a hub, which would be fetched and run. auto_map names
+# Python files next to the weights. The other fields name repositories or files, or enable remote code.
 UNSAFE = {
     "auto_map", "attn_implementation", "experts_implementation", "kernel_config", "use_kernels", "trust_remote_code",
     "custom_pipelines", "custom_generate", "name_or_path", "base_model_name_or_path", "transformers_weights",
     "fusion_config", "use_pretrained_backbone", "distributed_config",
 }  # fmt: skip
 
-# Parts that are built one by one, before any weight is made. The deepest published network has 1,000 layers
+# Counts of parts, which are built in a loop before any weight. The deepest published network has 1,000 layers
 # (arXiv:2203.00555), the largest number of experts in a layer is 2,048 (arXiv:2101.03961).
 COUNTED = re.compile(r"(^|_)(layers?|blocks?|depths?|stages?|experts|heads?)(_|$)")
 MAX_COUNT = 4096
-MAX_DEPTH = 100  # of lists and objects in one another
-MAX_BYTES = 2**27  # of JSON that comes with a model: an index of 100,000 tensors has a tenth of that
+MAX_DEPTH = 100  # nesting of lists and objects
+MAX_BYTES = 2**27  # size of a model's JSON file; ten times an index of 100,000 tensors
 
 
 def read_config(path: Path, model_type: str | None = None) -> dict[str, Any]:
-    """Read a model's configuration without its unsafe fields; `model_type` is for one that names none."""
+    """Read a model's configuration without unsafe fields; `model_type` replaces a missing one."""
     config = read_safe_json(path)
     if not isinstance(config, dict):
         raise ModelError(f"Expected the configuration of a model in {path}, an object with a 'model_type'.")
@@ -42,7 +42,7 @@ def read_config(path: Path, model_type: str | None = None) -> dict[str, Any]:
 
 
 def read_safe_json(path: Path) -> Any:
-    """Read the JSON of a configuration: unsafe fields are removed, and impossible counts are refused."""
+    """Read the JSON of a configuration; remove unsafe fields, and raise an error for impossible counts."""
     try:
         return safe(read_json(path), path)
     except RecursionError:
@@ -50,7 +50,7 @@ def read_safe_json(path: Path) -> Any:
 
 
 def safe(value: Any, path: Path, name: str = "", depth: int = 0) -> Any:
-    """Remove unsafe and private fields at every level, and refuse counts of layers or heads that no model has."""
+    """Remove unsafe and private fields at every level; raise an error for impossible numbers of layers or heads."""
     if depth > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, dict):

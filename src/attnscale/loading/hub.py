@@ -1,4 +1,4 @@
-"""Models by name, org/name, from the local Hugging Face cache; fetched only with --download."""
+"""Find models by name, org/name, in the local Hugging Face cache; download them only with --download."""
 
 import os
 import re
@@ -17,8 +17,8 @@ PART = r"[A-Za-z0-9][\w.-]{0,95}"
 NAME = re.compile(rf"(?P<model>({PART}/)?{PART})(@(?P<revision>{PART}))?")
 CONFIGS = ("config.json", "adapter_config.json")
 DATA = ("*.json", "*.txt", "*.model")  # configuration and vocabulary: never code
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the second only if there is none of the first
-# Read when huggingface_hub and transformers are imported: no requests, and no kernels, which would be code.
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # .bin files only if there are no safetensors
+# huggingface_hub and transformers read these when imported: no network requests, and no kernels, which are code.
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -69,7 +69,7 @@ def download(request: Request) -> None:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Keep Hugging Face's libraries off the network, even if they were imported before."""
+    """Disable network access of Hugging Face's libraries, even if they were imported before."""
     before = {name: os.environ.get(name) for name in OFFLINE}
     os.environ.update(OFFLINE)
     constants: Any = sys.modules.get("huggingface_hub.constants")

@@ -1,4 +1,4 @@
-"""Hugging Face models from a folder, a config.json or a GGUF file: only transformers' own classes, on a safe config."""
+"""Load Hugging Face models from a folder, a config.json or a GGUF file, with transformers' own classes only."""
 
 import re
 import shutil
@@ -22,12 +22,12 @@ from attnscale.loading.request import Request
 from attnscale.loading.weights import has_memory, read_weights, require_memory, weight_files, weights_size
 
 GGUF = ".gguf"
-IN_A_LAYER = re.compile(r"\.\d+\.")  # encoder.layer.3.…: part of the trunk, not of a head on top of it
+IN_A_LAYER = re.compile(r"\.\d+\.")  # a name such as encoder.layer.3.…, which is no part of an output head
 RECOMPUTED = ("position_ids", "inv_freq", "masked_bias", "attn.bias")  # buffers that older checkpoints contain
 
 
 def load_huggingface(config_path: Path, weights_path: Path | None, request: Request) -> nn.Module:
-    """Load the model of a config.json; without weights it is randomly initialised."""
+    """Load the model of a config.json; initialise it randomly if there are no weights."""
     raw = read_config(config_path, request.model_type)
     if raw.pop("quantization_config", None) is not None and weights_path is not None:
         raise ModelError(
@@ -55,7 +55,7 @@ def load_huggingface(config_path: Path, weights_path: Path | None, request: Requ
 
 
 def load_gguf(path: Path, request: Request) -> nn.Module:
-    """Load the model in a GGUF file, with its weights dequantised."""
+    """Load the model in a GGUF file, and dequantise its weights."""
     transformers_package()
     if find_spec("gguf") is None:
         raise ModelError(f"Reading {path} needs the package gguf: pip install gguf.")
@@ -65,15 +65,15 @@ def load_gguf(path: Path, request: Request) -> nn.Module:
         raw = safe(dict(reader.load_gguf_checkpoint(str(path), return_tensors=False)["config"]), path)
         config = _config_of(raw, path)
         config.dtype = torch.float32
-        known = transformers_package().MODEL_FOR_CAUSAL_LM_MAPPING
-        model_class = known[type(config)] if type(config) in known else _model_class(config)
+        causal_models = transformers_package().MODEL_FOR_CAUSAL_LM_MAPPING
+        model_class = causal_models[type(config)] if type(config) in causal_models else _model_class(config)
         sketch = _sketch(model_class, config)
         require_memory(_size(sketch, config), request.device)
         if request.random_init:
             model: nn.Module = model_class(config)
             return model
     request.report("reading weights")
-    with quiet(), as_model_error(f"load the weights {path}"), redirect_stderr(StringIO()):  # it has a progress bar
+    with quiet(), as_model_error(f"load the weights {path}"), redirect_stderr(StringIO()):  # gguf prints a progress bar
         tensors = reader.load_gguf_checkpoint(str(path), True, sketch, torch.float32)["tensors"]
         return _from_pretrained(model_class, config, path, state_dict=tensors)
 
@@ -98,7 +98,7 @@ def _config_of(raw: dict[str, Any], path: Path) -> Any:
 
 
 def _model_class(config: Any) -> Any:
-    """Return the class that the configuration names if it is transformers' own for it, else the model without head."""
+    """Return the class named in the configuration if transformers has it, else the model without an output head."""
     transformers = transformers_package()
     for name in config.architectures if isinstance(config.architectures, list) else []:
         found: Any = getattr(transformers, str(name), None)
@@ -121,7 +121,7 @@ def _size(sketch: Any, config: Any) -> int:
 
 
 def _load_offloaded(model_class: Any, config: Any, weights: Path) -> nn.Module:
-    """Load a model larger than memory: accelerate reads the weights of each module from disk as it runs."""
+    """Load a model larger than memory: accelerate reads the weights of each module from disk when it runs."""
     if find_spec("accelerate") is None:
         raise ModelError(
             f"{weights} does not fit into memory, and running it from disk needs the package accelerate: "
@@ -129,7 +129,7 @@ def _load_offloaded(model_class: Any, config: Any, weights: Path) -> nn.Module:
         )
     folder = Path(tempfile.mkdtemp(prefix="attnscale-"))
     try:
-        # From a folder, transformers reads whatever else it finds there, so it gets one with nothing but the weights.
+        # transformers reads other files of a folder too, so it gets a folder with nothing but the weights.
         whole = weights.name if weights.suffix == ".json" else "model.safetensors"
         links = {whole: weights} | {file.name: file for file in weight_files(weights) if file != weights}
         for name, file in links.items():
@@ -149,7 +149,7 @@ def _load_offloaded(model_class: Any, config: Any, weights: Path) -> nn.Module:
 
 
 def _keep_vectors_in_memory(model: nn.Module) -> None:
-    """Load norms for good: their gains tell whether a model was trained."""
+    """Keep the parameters of norms in memory; is_trained() reads them."""
     remove_hook = import_module("accelerate.hooks").remove_hook_from_module
     for module in model.modules():
         own = list(module.parameters(recurse=False))
@@ -162,7 +162,7 @@ def _keep_vectors_in_memory(model: nn.Module) -> None:
 def _from_pretrained(
     model_class: Any, config: Any, path: Path, folder: Path | None = None, **options: Any
 ) -> nn.Module:
-    """Make a model with weights from tensors or from a folder; refuse weights that do not fit."""
+    """Build a model with weights from tensors or a folder; raise an error for weights that do not fit."""
     model: nn.Module
     model, info = model_class.from_pretrained(
         folder,
@@ -195,5 +195,5 @@ def _from_pretrained(
 
 
 def _is_in_a_head(name: str, prefix: str) -> bool:
-    """Return True for weights of a head or a pooler, which do not affect attention."""
+    """Return True for weights of an output head or a pooler, which do not affect attention."""
     return "pooler" in name or bool(prefix and not name.startswith(prefix) and not IN_A_LAYER.search(name))

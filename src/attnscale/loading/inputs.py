@@ -1,4 +1,4 @@
-"""Inputs for Hugging Face models: text, pictures or sound of the sizes that a configuration names."""
+"""Make inputs for Hugging Face models: text, images or audio with the sizes in the configuration."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,13 +15,13 @@ from attnscale.loading.model_errors import as_model_error
 from attnscale.loading.request import Request, Sequence, split_text
 from attnscale.models.text import default_text
 
-DEFAULT_LENGTH = 256  # tokens: enough for a distribution over keys, quick on a laptop
-SAMPLE_RATE = 16_000  # one second of sound, for models that take waveforms
-IMAGE_SIZE = 224  # pixels, if the configuration names none
+DEFAULT_LENGTH = 256  # tokens; enough keys for statistics, and fast on a laptop
+SAMPLE_RATE = 16_000  # samples per second; models of waveforms get one second
+IMAGE_SIZE = 224  # pixels, if the configuration has no size
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
 VOCABULARIES = ("tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
-CHARACTERS_PER_TOKEN = 16  # at most: more of a text is not read
-SEED = 0  # of random tokens
+CHARACTERS_PER_TOKEN = 16  # characters read per requested token
+SEED = 0  # for random tokens
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class Loaded:
     input_description: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # one sentence each, on what was assumed
-    unknown_share: float = 0.0  # of the tokens
+    notes: tuple[str, ...] = ()  # sentences about assumptions
+    unknown_share: float = 0.0  # share of tokens that the model does not know
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A model's own tokenizer."""
+    """Tokenizer of a model."""
 
     encode: Callable[[str], list[int]]
     unknown_id: int | None
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples with the function of every tensor in them."""
+    """Return a copy of nested dicts, lists and tuples, with the function applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) is dict:
@@ -55,14 +55,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def texts_of(request: Request) -> tuple[Sequence, ...]:
-    """Return the user's sequences, or English text without any."""
+    """Return the user's sequences; English text by default."""
     return request.user_sequences or split_text(default_text(), request.samples)
 
 
 def with_inputs(
     model: Any, title: str, request: Request, folder: Path | None = None, assumed: SequenceOf[str] = ()
 ) -> Loaded:
-    """Return a model with inputs made by the arguments of its forward; `folder` may hold its tokenizer."""
+    """Return a model with inputs that match the signature of its forward; `folder` may contain its tokenizer."""
     accepted = inspect.signature(model.forward).parameters
     config, main = model.config, model.main_input_name
     kwargs: dict[str, Tensor] = {}
@@ -103,7 +103,7 @@ def with_inputs(
 def _tokens(
     model: Any, request: Request, folder: Path | None, notes: list[str]
 ) -> tuple[Tensor, Tensor | None, str, float]:
-    """Return token ids (sequences, length), a mask of padding, their description and the share of unknown ones."""
+    """Return token ids (sequences, length), the padding mask, a description and the share of unknown tokens."""
     length, vocabulary, tokenizer = _length(model, request.length, notes), _vocabulary(model), None
     try:
         tokenizer = None if folder is None else _tokenizer_in(folder)
@@ -128,7 +128,7 @@ def _tokens(
 
 
 def pad(sequences: list[list[int]], padding: int | None) -> tuple[Tensor, Tensor | None]:
-    """Put sequences into one tensor, the shorter ones padded at the end, with a mask if there is padding.
+    """Put sequences into one tensor, padded at the end; return a mask too if there is padding.
 
     >>> pad([[5, 6, 7], [8, 9]], None)[1]
     tensor([[1, 1, 1],
@@ -172,7 +172,7 @@ def _ids(sequence: Sequence, tokenizer: Tokenizer | None, length: int) -> list[i
 
 
 def _length(model: Any, requested: int | None, notes: list[str]) -> int:
-    """Return the number of tokens to run on; note if the model was made for fewer."""
+    """Return the number of tokens to run on; add a note if it exceeds the model's context."""
     text = model.config.get_text_config()
     named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
     limits = [limit for limit in named if isinstance(limit, int) and limit > 1]
@@ -203,7 +203,7 @@ def _vocabulary(model: Any) -> int:
 
 
 def _pictures(config: Any) -> Tensor:
-    """Draw standard normal pixels, (1, channels, height, width), or (1, frames, channels, height, width)."""
+    """Draw standard normal pixels, (1, channels, height, width) or (1, frames, channels, height, width)."""
     parts = [config, *(getattr(config, name, None) for name in ("vision_config", "encoder", "backbone_config"))]
     channels = _first(parts, "num_channels", "in_channels") or 3
     size = _first(parts, "image_size", "img_size", "crop_size") or IMAGE_SIZE
@@ -215,7 +215,7 @@ def _pictures(config: Any) -> Tensor:
 
 
 def _features(config: Any, length: int | None) -> Tensor:
-    """Draw log-mel features as Whisper takes them, (1, bins, frames), or (1, frames, features) as others do."""
+    """Draw log-mel features: (1, bins, frames) for Whisper, (1, frames, features) for other models."""
     bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if bins and positions:
         return torch.randn(1, bins, 2 * positions)
@@ -226,7 +226,7 @@ def _features(config: Any, length: int | None) -> Tensor:
 
 
 def _sound(config: Any) -> Tensor:
-    """Draw a spectrogram, (1, frames, bins), if the model takes one, else one second of noise, (1, samples)."""
+    """Draw a spectrogram, (1, frames, bins), if the model accepts one, else a second of noise, (1, samples)."""
     if hasattr(config, "frequency_stride"):
         return torch.randn(1, config.max_length, config.num_mel_bins)
     return torch.randn(1, SAMPLE_RATE)

@@ -1,4 +1,4 @@
-"""Loading of a model by its name: a folder, a file, a name in the cache, a function, or nothing for the bundled one."""
+"""Load a model from a folder, a file, the cache or a function; load the bundled model by default."""
 
 import importlib
 import re
@@ -22,13 +22,13 @@ from attnscale.loading.weights import READABLE, find_weights, read_weights
 from attnscale.models import CausalTransformer, encode, load_bundled
 from attnscale.models.text import VOCABULARY
 
-FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # package.module:callable; no path looks like it
-SEED = 0  # of a random initialisation, and of random inputs
+FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # package.module:callable
+SEED = 0  # for a random initialisation and random inputs
 NO_MODEL = "Expected a model's folder, a config.json, org/name or package.module:callable"
 
 
 def load_model(request: Request) -> Loaded:
-    """Load the requested model in eval mode on its device, with inputs for it."""
+    """Load the requested model on its device, in evaluation mode, with inputs."""
     if request.model is not None and not request.model.strip():
         raise SettingError("Expected a model, got an empty name. Without MODEL, the bundled model is checked.")
     require_device(request.device)
@@ -55,15 +55,15 @@ def load_model(request: Request) -> Loaded:
 
 
 def require_device(device: str) -> None:
-    """Refuse a device that this machine does not have."""
+    """Raise an error if this machine does not have the device."""
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     try:
         if not available.get(device.partition(":")[0]):
             raise RuntimeError
         torch.zeros(1, device=device)
     except RuntimeError:
-        known = ", ".join(name for name, is_available in available.items() if is_available)
-        raise SettingError(f"Expected a device that this machine has ({known}), got {device!r}.") from None
+        present = ", ".join(name for name, is_available in available.items() if is_available)
+        raise SettingError(f"Expected a device that this machine has ({present}), got {device!r}.") from None
 
 
 def is_factory(spec: str) -> bool:
@@ -86,10 +86,10 @@ def _bundled(request: Request) -> Loaded:
 
 
 def _on_bytes(model: CausalTransformer, title: str, request: Request) -> Loaded:
-    """Return a model of this library with a text as bytes."""
+    """Return a model of bytes with a text as its input."""
     length = request.length or model.context
     ids = [encode(each).tolist()[:length] if isinstance(each, str) else each[:length] for each in texts_of(request)]
-    if not request.sequences:  # parts of one text, of which a character may take several bytes
+    if not request.sequences:  # parts of one text differ in bytes, because a character may take several
         ids = [each[: min(map(len, ids))] for each in ids]
     if len({len(each) for each in ids}) > 1:
         raise SettingError("The bundled model takes no padding: expected sequences of the same length.")
@@ -100,7 +100,7 @@ def _on_bytes(model: CausalTransformer, title: str, request: Request) -> Loaded:
 
 
 def _from_path(path: Path, request: Request, name: str | None = None) -> Loaded:
-    """Load from a folder or a file; `name` is how the user called it if it lies in the cache."""
+    """Load from a folder or a file; `name` is the user's name for a model in the cache."""
     if path.is_dir() and is_adapter(path):
         return _from_adapter(path, request, name)
     notes = []
@@ -129,7 +129,7 @@ def _find_files(path: Path) -> tuple[Path, Path | None]:
             f"Expected a model's folder, a config.json, weights as safetensors or a GGUF file, got the file {path}."
         )
     if not (path.parent / "config.json").is_file():
-        read_weights(path)  # a damaged or refused file is reported first
+        read_weights(path)  # report a damaged or unsafe file first
         raise ModelError(
             f"{path} holds weights alone. Expected a config.json beside it, or package.module:callable, which "
             "makes the model and loads its weights."
@@ -182,7 +182,7 @@ def _call_factory(spec: str) -> Any:
     module_name, _, path = spec.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does, and for good: a model may import when it runs
+        sys.path.insert(0, here)  # as `python -m` does; not removed, because a model may import when it runs
     found: Any = importlib.import_module(module_name)
     for name in path.split("."):
         found = getattr(found, name)

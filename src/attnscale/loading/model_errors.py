@@ -1,4 +1,4 @@
-"""Errors and log messages of other people's code: one sentence for the user instead of a traceback."""
+"""Turn errors of third-party code into one sentence instead of a traceback, and silence its log messages."""
 
 import logging
 import sys
@@ -13,15 +13,15 @@ import torch
 
 from attnscale.errors import AttnscaleError, ModelError
 
-# An error is located in the code that called torch, not in torch or in what watches it.
+# The reported location of an error is the code that called torch, not torch or attnscale.
 PACKAGE = Path(__file__).parent.parent
 SKIPPED = tuple(str(folder) for folder in (Path(torch.__file__).parent, PACKAGE / "watching", PACKAGE / "tracing"))
-MAX_WORDS = 300  # characters of an exception's own message
+MAX_WORDS = 300  # characters of an exception's message
 
 
 @contextmanager
 def as_model_error(action: str) -> Iterator[None]:
-    """Turn any exception into a ModelError, `Could not <action>: …`; let attnscale's own errors through."""
+    """Turn any exception into a ModelError, `Could not <action>: …`; do not change attnscale's own errors."""
     try:
         yield
     except (AttnscaleError, KeyboardInterrupt, GeneratorExit):

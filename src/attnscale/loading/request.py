@@ -1,4 +1,4 @@
-"""Requests: which model to load, the input to run it on, and the device. Imports no torch, so bad input fails fast."""
+"""Request for a model, its input and its device. This module does not import torch, so bad input fails fast."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -8,26 +8,26 @@ from typing import Any, TypeAlias
 from attnscale.errors import SettingError
 
 Sequence: TypeAlias = str | list[int]  # a text for the model's tokenizer, or token ids
-MAX_LENGTH = 2**20  # tokens: beyond the longest context of any published model
-MAX_SEQUENCES = 64  # read from a file, and run as one batch
-MIN_PART = 64  # characters; a shorter part of a text says little about attention
+MAX_LENGTH = 2**20  # tokens; limit of --length
+MAX_SEQUENCES = 64  # sequences read from a file, run as one batch
+MIN_PART = 64  # characters; shorter parts of a text are too short for statistics
 
 
 @dataclass(frozen=True)
 class Request:
-    """A model to load, with its input and device."""
+    """Model to load, with its input and device."""
 
     model: str | None = None  # None: the model that ships with the package
-    text: str | None = None  # None, and no sequences: English text from Python's own help
-    length: int | None = None  # tokens; None: 256, or as many as the model takes
+    text: str | None = None  # without text and sequences, English text from Python's help is used
+    length: int | None = None  # tokens; None: 256, or the model's context if that is shorter
     device: str = "cpu"
     random_init: bool = False
     sequences: tuple[Sequence, ...] = ()  # texts or token ids, run as one batch
     report: Callable[[str], None] = field(default=lambda stage: None, repr=False)  # called with each stage
     model_type: str | None = None  # for a config.json without one
-    base: str | None = None  # the model to put an adapter on, if not the one that the adapter names
+    base: str | None = None  # base model of an adapter; None: the base that the adapter names
     download: bool = False  # fetch a model by its name first
-    samples: int = 1  # sequences to cut a text into, or to draw
+    samples: int = 1  # number of sequences to split a text into, or to draw
 
     def __post_init__(self) -> None:
         if self.length is not None and not 2 <= self.length <= MAX_LENGTH:
@@ -37,12 +37,12 @@ class Request:
 
     @property
     def user_sequences(self) -> tuple[Sequence, ...]:
-        """The sequences that the user gave; empty without any."""
+        """Sequences from the user; empty if there are none."""
         return split_text(self.text, self.samples) if self.text is not None else self.sequences
 
     @property
     def source(self) -> str:
-        """Source of the tokens, in words."""
+        """Description of the source of the tokens."""
         if self.text is not None:
             return "the text"
         number = len(self.sequences)
@@ -50,7 +50,7 @@ class Request:
 
 
 def split_text(text: str, parts: int) -> tuple[str, ...]:
-    """Split a text into parts of equal length; into fewer if the text is short.
+    """Split a text into parts of equal length; use fewer parts for a short text.
 
     >>> split_text("one text", 8), [len(part) for part in split_text("a" * 1000, 2)]
     (('one text',), [500, 500])
@@ -61,7 +61,7 @@ def split_text(text: str, parts: int) -> tuple[str, ...]:
 
 
 def read_examples(text: str) -> tuple[Sequence, ...]:
-    """Parse JSON lines, each with a "text" or with "input_ids"; later lines than MAX_SEQUENCES are ignored."""
+    """Parse JSON lines with a "text" or "input_ids" each; ignore lines after the first MAX_SEQUENCES."""
     found = tuple(_examples(text))
     if not found:
         raise SettingError("Expected --data with one example per line, got an empty file.")
@@ -82,7 +82,7 @@ def _examples(text: str) -> Iterator[Sequence]:
             continue
         words = example["text"]
         encoded = words.encode("utf-8", "ignore") if isinstance(words, str) else b""
-        if len(encoded) < 2 or encoded.decode("utf-8") != words:  # JSON may hold half of a surrogate pair
+        if len(encoded) < 2 or encoded.decode("utf-8") != words:  # JSON may contain half of a surrogate pair
             raise SettingError(f"Expected a text of at least two whole characters in line {number} of --data.")
         yield words
 

@@ -1,4 +1,4 @@
-"""Weights from files: safetensors, or a pickle that holds nothing but tensors."""
+"""Read weights from safetensors, or from a pickle with nothing but tensors."""
 
 import pickle
 import warnings
@@ -13,17 +13,17 @@ from torch import Tensor
 from attnscale.errors import ModelError
 from attnscale.loading.config import read_json
 
-# In order of preference; an index lists the files of a large model.
+# Names of weights in order of preference; an index lists the files of a large model.
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 READABLE = {".safetensors", ".bin", ".pt", ".pth"}
-UNREADABLE = {".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz"}  # weights of other programs
+UNREADABLE = {".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz"}  # formats that are not read from a folder
 GIB = 2**30
-MAX_SHARE = 0.8  # of the free memory, for weights: running the model takes some too
-CGROUP = Path("/sys/fs/cgroup")  # a container's limit on memory
+MAX_SHARE = 0.8  # largest share of the free memory for weights; activations need the rest
+CGROUP = Path("/sys/fs/cgroup")  # has the memory limit of a container
 
 
 def find_weights(folder: Path) -> Path | None:
-    """Return the weights in a model's folder, or None if it has none."""
+    """Return the path of the weights in a model's folder, or None if it has none."""
     for name in NAMES:
         if (folder / name).is_file():
             return folder / name
@@ -39,7 +39,7 @@ def find_weights(folder: Path) -> Path | None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the file of weights, or all files that an index lists."""
+    """Return the file itself, or all files listed in an index."""
     if path.suffix != ".json":
         return [path]
     index = read_json(path)
@@ -55,7 +55,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors in a file, or in all files that an index lists."""
+    """Read the tensors in a file, or in all files listed in an index."""
     require_memory(weights_size(path), "cpu")
     weights: dict[str, Tensor] = {}
     for file in weight_files(path):
@@ -69,12 +69,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def weights_size(path: Path) -> int:
-    """Return the bytes of a file of weights, or of all files that an index lists."""
+    """Return the size in bytes of a file, or of all files listed in an index."""
     return sum(file.stat().st_size for file in weight_files(path))
 
 
 def require_memory(needed: int, device: str) -> None:
-    """Refuse weights that do not fit into the free memory: the system would kill the process without a word."""
+    """Raise an error if weights do not fit into the free memory; the system would kill the process silently."""
     if not has_memory(needed, device):
         raise ModelError(
             f"Out of memory: the model's weights take {needed / GIB:,.1f} GiB, and {free_memory(device) / GIB:,.1f} "
@@ -83,12 +83,12 @@ def require_memory(needed: int, device: str) -> None:
 
 
 def has_memory(needed: int, device: str) -> bool:
-    """Return True if weights of so many bytes fit into the free memory of a device."""
+    """Return True if weights of this many bytes fit into the free memory of a device."""
     return needed <= MAX_SHARE * free_memory(device)
 
 
 def free_memory(device: str) -> float:
-    """Return the free bytes of a device; infinite if the system does not say."""
+    """Return the free memory of a device in bytes; infinity if it is unknown."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     free = [float("inf")]
@@ -96,7 +96,7 @@ def free_memory(device: str) -> float:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
         limit, used = ((CGROUP / f"memory.{name}").read_text(encoding="ascii") for name in ("max", "current"))
-        free.append(int(limit) - int(used))  # a ValueError where there is no limit
+        free.append(int(limit) - int(used))  # raises ValueError if there is no limit
     except (OSError, ValueError):
         pass
     return max(min(free), 0)
@@ -105,7 +105,7 @@ def free_memory(device: str) -> float:
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     _require_uncompressed(path)
     try:
-        with warnings.catch_warnings(action="ignore"):  # about pickle protocols that torch does not write
+        with warnings.catch_warnings(action="ignore"):  # torch warns about pickle protocols that it does not write
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ModelError(
@@ -126,12 +126,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _require_uncompressed(path: Path) -> None:
-    """Refuse an archive that could unpack to any size; torch.save does not compress."""
+    """Raise an error for a compressed archive, which could unpack to any size; torch.save does not compress."""
     try:
         with zipfile.ZipFile(path) as archive:
             is_compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        return  # a pickle of an older torch, or a damaged one, which is reported when it is read
+        return  # a pickle of an older torch, or a damaged file, which is reported when it is read
     if is_compressed:
         raise ModelError(
             f"Refused {path}: it is compressed, which torch.save never does, and could unpack to any size."

@@ -1,4 +1,4 @@
-"""A plain causal transformer, and a small trained one that ships with the package."""
+"""A plain causal transformer, and a small trained model that ships with the package."""
 
 from attnscale.models.bundled import load_bundled
 from attnscale.models.text import decode, default_text, encode

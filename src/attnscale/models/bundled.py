@@ -16,13 +16,13 @@ from attnscale.models.text import default_text, encode
 from attnscale.models.transformer import CausalTransformer
 
 WEIGHTS = files("attnscale.models") / "bundled.safetensors"
-HELD_OUT = 0.05  # share of the text, at its end, that is not trained on
+HELD_OUT = 0.05  # share of the text, at its end, that is excluded from training
 
 
 def load_bundled() -> tuple[CausalTransformer, Tensor]:
-    """Return the trained model, in float32 and eval mode, and an example input from the held-out text, (1, context).
+    """Return the trained model, in float32 and evaluation mode, and an example of held-out text, (1, context).
 
-    Help texts repeat themselves: a third of the held-out text also occurs, word for word, in the training text.
+    Help texts are repetitive: a third of the held-out text also occurs verbatim in the training text.
 
     >>> model, tokens = load_bundled()
     >>> model(tokens).shape
@@ -37,7 +37,7 @@ def load_bundled() -> tuple[CausalTransformer, Tensor]:
 
 
 def about_bundled() -> dict[str, str]:
-    """Return how it was trained, as recorded in the file: shape, seed, steps, corpus and final loss."""
+    """Return the training settings of the bundled model from its file: shape, seed, steps, corpus and final loss."""
     with _stored() as stored:
         return dict(stored.metadata())
 

@@ -5,7 +5,7 @@ import importlib
 import torch
 from torch import Tensor
 
-VOCABULARY = 256  # one token a byte of UTF-8
+VOCABULARY = 256  # one token per byte of UTF-8
 
 
 def encode(text: str) -> Tensor:

@@ -13,14 +13,14 @@ from attnscale.rules.apply import Scale
 
 ROTARY_BASE = 10_000.0  # RoFormer's wavelengths, arXiv:2104.09864
 Turns = tuple[Tensor, Tensor]  # cosine and sine by position
-HIDDEN = 4  # width of the feed-forward layer over d_model, as in every transformer since the first
+HIDDEN = 4  # width of the feed-forward layer / d_model, as in the original Transformer
 
 
 class CausalTransformer(nn.Module):
     """A language model: tokens (batch, length) -> logits (batch, length, vocabulary).
 
-    Weights are drawn with variance 1/fan_in behind an RMSNorm, so q and k start with unit variance and q·k with a
-    spread of √d_k: `scale` decides the rest. `qk_norm` adds an RMSNorm with a learned gain on q and on k.
+    Weights are drawn with variance 1/fan_in after an RMSNorm, so q and k start with unit variance, and q·k has a
+    spread of √d_k without a scale. `qk_norm` adds an RMSNorm with a learned gain on q and on k.
 
     >>> model = CausalTransformer(vocabulary=256, d_model=64, layers=2, heads=4, scale="mup")
     >>> model(torch.zeros(1, 5, dtype=torch.int64)).shape
@@ -42,7 +42,7 @@ class CausalTransformer(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = head_dim or d_model // heads
-        self.context = context  # the length it is made for; rotary positions allow any
+        self.context = context  # length for training; rotary positions allow any
         self.embedding = nn.Embedding(vocabulary, d_model)
         self.blocks = nn.ModuleList(
             Block(d_model, heads, head_dim, scale=scale, softcap=softcap, qk_norm=qk_norm) for _ in range(layers)
@@ -52,14 +52,14 @@ class CausalTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw every matrix with variance 1/fan_in, those that write to the residual stream smaller by √(2·layers)."""
+        """Draw every matrix with variance 1/fan_in; divide those that write to the residual stream by √(2·layers)."""
         branches = math.sqrt(2 * max(len(self.blocks), 1))
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 std = module.in_features**-0.5
                 nn.init.normal_(module.weight, std=std / branches if name.endswith(".output") else std)
             elif module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # an embedding's N(0, 1), gains of one, a rule's own start
+                module.reset_parameters()  # embeddings N(0, 1), gains of one, learned rules at their initial values
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next token at every position."""
@@ -86,14 +86,14 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(d_model, HIDDEN * d_model)
 
     def forward(self, x: Tensor, turns: Turns | None = None) -> Tensor:
-        """Add both branches to the residual stream; `turns` are the rotary positions, made here if not given."""
+        """Add both branches to the residual stream; `turns` are the rotary positions, computed here by default."""
         x = x + self.attention(self.attention_norm(x), turns)
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention of each position to itself and all earlier ones, with `heads` heads."""
+    """Causal multi-head self-attention."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Scale rules: query, key -> query, key and the float that multiplies their dot products; one rule a file."""
+"""Scale rules: callables from query and key to query, key and a scale; one rule per file."""
 
 from attnscale.rules.calibrated import calibrated
 from attnscale.rules.catalogue import RULES, get_rule, rule_name

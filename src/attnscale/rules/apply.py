@@ -1,4 +1,4 @@
-"""Apply any `scale` that a caller may pass: it becomes query, key and the float that multiplies their products."""
+"""Apply a scale of any accepted type to query and key."""
 
 import math
 from collections.abc import Callable
@@ -30,8 +30,8 @@ def apply_scale(scale: Scale, query: Tensor, key: Tensor, visible: Callable[[], 
             raise SettingError(f"Expected a finite scale, got {scale}; the default, None, is 1/√d_k.")
         return query, key, float(scale)
     rule = get_rule(scale)
-    known = about_rule(rule)
-    return rule(query, key, visible() if known is None or known.needs_visible else None)
+    about = about_rule(rule)
+    return rule(query, key, visible() if about is None or about.needs_visible else None)
 
 
 def apply_scale_to_sequences(
@@ -43,31 +43,31 @@ def apply_scale_to_sequences(
     sequence: Callable[[], Tensor],
     visible: Callable[[], Tensor],
 ) -> Scaled:
-    """Apply a scale to packed sequences, (1, heads, total, head_dim); `sequence` gives the sequence of each row.
+    """Apply a scale to packed sequences, (1, heads, total, head_dim); `sequence` is the sequence of each row.
 
-    A user's own rule gets one sequence after the other; rules of the catalogue get all rows at once.
+    A user's own rule is called once per sequence, rules of the catalogue once for all rows.
     """
     if isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[0] > 1 and scale.shape[2] == 1:
         return apply_scale(scale[sequence(), :, 0].transpose(0, 1).unsqueeze(0), query, key, visible)
     if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
         return apply_scale(scale, query, key, visible)
     rule = get_rule(scale)
-    known = about_rule(rule)
-    if known is not None and known.over_sequences is None:
+    about = about_rule(rule)
+    if about is not None and about.over_sequences is None:
         return apply_scale(rule, query, key, visible)
-    if known is not None and known.over_sequences is not None:
-        return multiply(query, known.over_sequences(query, key, *starts)[:, None, None]), key, 1.0
+    if about is not None and about.over_sequences is not None:
+        return multiply(query, about.over_sequences(query, key, *starts)[:, None, None]), key, 1.0
     q_lens, kv_lens = lengths()
     pairs = list(zip(query.split(q_lens, dim=-2), key.split(kv_lens, dim=-2), strict=True))
     return _one_by_one(rule, pairs, visible().split(q_lens)) if pairs else (query, key, 1.0)
 
 
 def can_be_traced(scale: Scale) -> bool:
-    """Return True if a graph can apply the scale to packed sequences: if no rule needs their lengths in Python."""
+    """Return True if a compiled graph can apply the scale to packed sequences, without their lengths in Python."""
     if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
         return True
-    known = about_rule(get_rule(scale))
-    return known is not None and known.over_sequences is None
+    about = about_rule(get_rule(scale))
+    return about is not None and about.over_sequences is None
 
 
 def _one_by_one(rule: Rule, pairs: list[tuple[Tensor, Tensor]], visible: tuple[Tensor, ...]) -> Scaled:
@@ -102,5 +102,5 @@ def _checked(scale: Tensor, query: Tensor) -> Tensor:
 def _all_finite(scale: Tensor) -> bool:
     try:
         return bool(scale.isfinite().all())
-    except RuntimeError:  # under vmap, or on a fake tensor, there is no value to look at
+    except RuntimeError:  # tensors under vmap and fake tensors have no values
         return True

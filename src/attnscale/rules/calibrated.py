@@ -1,4 +1,4 @@
-"""Scale to unit variance, measured on the given tensors."""
+"""Scale to unit variance, measured on the query and key."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ def calibrated_sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k:
 
 
 def _sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield queries and keys of each sequence that has both, (1, heads, length, head_dim)."""
+    """Yield queries and keys, (1, heads, length, head_dim), of each sequence that has both."""
     if unseen(starts_q) or unseen(starts_k):
         raise InputError(
             "The rule 'calibrated' needs to know where the packed sequences start, and torch.vmap or the meta device "
@@ -50,8 +50,8 @@ def _sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k: Tensor) -
 def calibrated(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
     """Divide by std(q·k) of each head, over every pair of a query and a key, in linear time.
 
-    With means q̄, k̄ and covariances C_q, C_k, Var[q·k] = ⟨C_q, C_k⟩ + k̄ᵀC_q k̄ + q̄ᵀC_k q̄: no score is formed, and
-    no two large numbers are subtracted.
+    With means q̄, k̄ and covariances C_q, C_k, Var[q·k] = ⟨C_q, C_k⟩ + k̄ᵀC_q k̄ + q̄ᵀC_k q̄. This needs no scores and
+    subtracts no large numbers.
     """
     mean, variance = _moments(query, key)
     batch = tuple(range(variance.dim() - 1))  # everything before the head

@@ -99,11 +99,11 @@ def _with_argument(name: str, rule: Rule | type, argument: str) -> Rule:
 
 def _with_sizes(make: type[Rule], sizes: dict[str, int | None]) -> Rule:
     parameters = inspect.signature(make).parameters
-    given = {name: size for name, size in sizes.items() if name in parameters and size is not None}
-    missing = [name for name, value in parameters.items() if value.default is value.empty and name not in given]
+    arguments = {name: size for name, size in sizes.items() if name in parameters and size is not None}
+    missing = [name for name, value in parameters.items() if value.default is value.empty and name not in arguments]
     if missing:
         call = f"{make.__name__}({', '.join(f'{name}=…' for name in missing)})"
         raise SettingError(
             f"The rule {make.__name__!r} needs {', '.join(missing)}: make {call} once and pass it as the scale."
         )
-    return make(**given)
+    return make(**arguments)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from attnscale.numerics import wide_dtype
 from attnscale.rules.rule import Scaled, Visible, about, multiply, per_head
 
-START = 10.0  # 1/τ at the start, and
-CAP = 100.0  # never above, both from Swin-v2
+START = 10.0  # initial 1/τ of Swin-v2
+CAP = 100.0  # largest 1/τ of Swin-v2
 
 
 @about(
@@ -19,7 +19,7 @@ CAP = 100.0  # never above, both from Swin-v2
     use="scores that must stay bounded: never above 1/τ ≤ 100",
 )
 class Cosine(nn.Module):
-    """cos(q, k) / τ_h, with 1/τ_h learned: 10 at the start, never above 100."""
+    """cos(q, k) / τ_h, with 1/τ_h learned: initially 10, at most 100."""
 
     def __init__(
         self, heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

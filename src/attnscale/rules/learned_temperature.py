@@ -15,7 +15,7 @@ from attnscale.rules.rule import Scaled, Visible, about, multiply, per_head
     use="letting each head find its own sharpness",
 )
 class LearnedTemperature(nn.Module):
-    """q·k / τ_h with τ_h = √d_k · e^θ_h: learned, positive, √d_k at the start."""
+    """q·k / τ_h with a learned, positive τ_h = √d_k · e^θ_h, initially √d_k."""
 
     def __init__(
         self, heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -29,7 +29,7 @@ class LearnedTemperature(nn.Module):
         nn.init.zeros_(self.log_temperature)
 
     def forward(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
-        """Divide the query by e^θ_h and leave 1/√d_k to the kernel."""
+        """Divide the query by e^θ_h; the kernel applies 1/√d_k."""
         factor = torch.exp(-self.log_temperature.to(wide_dtype(query)))
         return multiply(query, per_head(factor, query)), key, 1 / math.sqrt(query.shape[-1])
 

@@ -1,4 +1,4 @@
-"""Scalable softmax: sharper the more keys a row sees (SSMax, Nakanishi 2025)."""
+"""Scalable softmax: the scale grows with the number of visible keys (SSMax, Nakanishi 2025)."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from attnscale.numerics import wide_dtype
 from attnscale.rules.rule import Scaled, Visible, about, multiply, require_positive
 
-SSMAX_S = 0.43  # the value the paper uses where it does not learn s (its figure 1)
+SSMAX_S = 0.43  # the paper's value for s that is not learned (figure 1)
 
 
 @about(
@@ -28,15 +28,15 @@ class log_length:
         require_positive("s", self.s)
 
     def __call__(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
-        """Scale by s ln n / √d_k: one float where every row sees all keys, else into the query."""
+        """Scale by s ln n / √d_k: by one float if every row sees all keys, else by scaling the query."""
         inverse_sqrt = query.shape[-1] ** -0.5
         if isinstance(visible, Tensor):
-            counts = visible.to(wide_dtype(query)).clamp(min=1)  # a row that sees nothing stays finite
+            counts = visible.to(wide_dtype(query)).clamp(min=1)  # keep rows without visible keys finite
             factor = self.s * counts.log()
             is_column = factor.dim() > 1 and factor.shape[-2:] == (query.shape[-2], 1)
             return multiply(query, factor if is_column else factor.unsqueeze(-1)), key, inverse_sqrt
         keys = key.shape[-2] if visible is None else visible
-        if torch.compiler.is_compiling():  # a float would be of one length
+        if torch.compiler.is_compiling():  # a float would fix the length in the graph
             factor = self.s * torch.full((), keys, dtype=wide_dtype(query), device=query.device).clamp(min=1).log()
             return multiply(query, factor), key, inverse_sqrt
         return query, key, self.s * math.log(max(keys, 1)) * inverse_sqrt

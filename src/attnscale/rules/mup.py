@@ -1,4 +1,4 @@
-"""muP's attention scale: aligned q and k add up as d_k, not √d_k (Tensor Programs V)."""
+"""muP's attention scale: q·k of aligned q and k grows as d_k, not √d_k (Tensor Programs V)."""
 
 import math
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ RMS_EPS = 1e-6  # the value of Llama and Qwen3; keeps a zero vector at zero
     use="scores that grow during training: they cannot pass √d_k times the gains",
 )
 class QKNorm(nn.Module):
-    """rms(q) g_q · rms(k) g_k / √d_k, with learned gains for each head and dimension, one at the start."""
+    """rms(q) g_q · rms(k) g_k / √d_k, with learned gains per head and dimension, initially one."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class QKNorm(nn.Module):
         nn.init.ones_(self.key_gain)
 
     def forward(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
-        """Normalise both, in float32 at least, and leave 1/√d_k to the kernel."""
+        """Normalise both in float32 or wider; the kernel applies 1/√d_k."""
         return self._norm(query, self.query_gain), self._norm(key, self.key_gain), 1 / math.sqrt(query.shape[-1])
 
     def _norm(self, tensor: Tensor, gain: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from attnscale.rules.rule import Scaled, Visible, about, multiply, per_head
     use="letting each query choose between a sharp look-up and a broad average",
 )
 class QueryTemperature(nn.Module):
-    """q·k / τ(q) with 1/τ(q) = softplus(w_h·q + b_h) / (ln 2 · √d_k): √d_k for every query at the start.
+    """q·k / τ(q) with 1/τ(q) = softplus(w_h·q + b_h) / (ln 2 · √d_k), initially √d_k for every query.
 
-    Softplus keeps τ positive, and lets sharpness grow no faster than the query does.
+    Softplus keeps τ positive, and makes 1/τ at most linear in the query.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class QueryTemperature(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start at τ = √d_k, whatever the query."""
+        """Start at τ = √d_k for every query."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
-        """Multiply each query by its own sharpness and leave 1/√d_k to the kernel."""
+        """Multiply each query by √d_k / τ(q); the kernel applies 1/√d_k."""
         wide = wide_dtype(query)
         projected = (query.to(wide) * per_head(self.weight.to(wide), query)).sum(-1, keepdim=True)
         sharpness = F.softplus(projected + per_head(self.bias.to(wide), query)) / math.log(2)

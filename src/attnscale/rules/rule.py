@@ -1,4 +1,4 @@
-"""The Rule protocol: query, key -> query, key and the float that multiplies their dot products."""
+"""The Rule protocol: a callable from query and key to query, key and a scale."""
 
 import math
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from attnscale.numerics import wide_dtype
 
 Scaled: TypeAlias = tuple[Tensor, Tensor, float]
 Visible: TypeAlias = Tensor | int | None
-# Queries and keys of packed sequences, (1, heads, total, head_dim), and the offsets of both -> a factor for each head
+# (query, key, offsets of both) of packed sequences, (1, heads, total, head_dim), to one factor per head
 OverSequences: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Rule(Protocol):
-    """A callable whose returned tensors, dotted and multiplied by its float, are the scores.
+    """A callable that returns query, key and scale; the scores are scale · q·k.
 
     `visible` is the number of visible keys of each row, (…, q_len), for the rules that need it; None means all.
     """
@@ -46,7 +46,7 @@ Described = TypeVar("Described", bound=Callable[..., object])
 def about(
     formula: str, source: str, use: str, *, needs_visible: bool = False, over_sequences: OverSequences | None = None
 ) -> Callable[[Described], Described]:
-    """Attach a rule's catalogue entry to the function or class that is the rule."""
+    """Decorate a rule, a function or a class, with its catalogue entry."""
 
     def attach(rule: Described) -> Described:
         ABOUT[rule] = About(formula, source, use, needs_visible, over_sequences)
@@ -58,7 +58,7 @@ def about(
 
 
 def _hash_by_kind(rule: object) -> int:
-    """Hash the type alone: a rule that is made inside a graph of torch 2.11 has no fields."""
+    """Return the hash of the type; a rule created inside a graph of torch 2.11 has no fields."""
     return hash(type(rule))
 
 
@@ -68,7 +68,7 @@ def about_rule(rule: object) -> About | None:
 
 
 def multiply(query: Tensor, factor: Tensor) -> Tensor:
-    """Return query · factor, in float32 at least and rounded once to the query's dtype."""
+    """Return query · factor, computed in float32 or wider and rounded once to the query's dtype."""
     wide = wide_dtype(query)
     return (query.to(wide) * factor.to(wide)).to(query.dtype)
 
@@ -87,6 +87,6 @@ def per_head(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def require_positive(name: str, value: float) -> None:
-    """Refuse a rule's parameter that is not a positive, finite number."""
+    """Raise an error for a parameter that is not a positive, finite number."""
     if not (isinstance(value, (int, float)) and 0 < value < math.inf):
         raise SettingError(f"Expected {name} to be a positive, finite number, got {value!r}.")

@@ -1,4 +1,4 @@
-"""No scale at all, as in T5, which folds it into the initialisation (Raffel et al. 2020)."""
+"""No scale, as in T5, which folds the scale into the initialisation (Raffel et al. 2020)."""
 
 from torch import Tensor
 

@@ -56,7 +56,7 @@ def show_result(result: Result) -> None:
 
 def show_progress(training: TwinTraining, step: int, console: Console) -> None:
     """Print the loss, the entropy and 1 − Σp² of both models, once in so many steps."""
-    if step % EVERY and step != training.demo.steps:
+    if step % EVERY and step != training.step_count:
         return
     for at, name in enumerate(training.models):
         loss = statistics.fmean([loss for _, loss in training.losses[name][-SMOOTH:]])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from attnscale.claims import SOURCES, VERDICTS, Claim
+from attnscale.claims import INDEX, SOURCES, VERDICTS, Claim
 from attnscale.claims.judging import ARITHMETIC, STATEMENT, Source
 
 STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
@@ -45,6 +45,19 @@ def counted(claims: Sequence[Claim]) -> list[str]:
         found = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
         sentences += [f"{counts.total()} {what}: {found}."] if counts else []
     return sentences
+
+
+def show_index() -> None:
+    """Print every exercise, listing and worked example of each source with its command."""
+    console = Console()
+    for source in SOURCES:
+        _print_title(source, console)
+        for worked in INDEX:
+            if worked.source == source.name:
+                console.print(
+                    Text.assemble((f"{worked.kind} ", "dim"), f"{worked.what}: ", (worked.command, "cyan")),
+                    soft_wrap=True,
+                )
 
 
 def shown_value(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Closed forms and exact expectations of the spread of scores and of softmax over them."""
+"""Closed forms and exact expectations for the spread of scores and for softmax."""
 
 from attnscale.theory.gaussian import RowExpectation, SoftmaxExpectation, expected_row, expected_softmax
 from attnscale.theory.initialisation import Initialisation

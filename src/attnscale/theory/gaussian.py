@@ -10,10 +10,10 @@ With Z = Σ e^s and the Laplace transform L(t) = E[exp(−t eˢ)] of one term, i
     E[Σ p³]    = n ∫ t² |L‴(t)| L(t)ⁿ⁻¹ dt / 2
     E[(Σ p²)²] = ∫ t³ (n L⁗(t) L(t)ⁿ⁻¹ + n (n−1) L″(t)² L(t)ⁿ⁻²) dt / 6
 
-In ln t every integrand is analytic and decays at both ends, where the trapezoid rule converges exponentially.
+As a function of ln t every integrand is analytic and decays at both ends: the trapezoid rule converges exponentially.
 
-For queries and keys of Gaussian components, the scores of a row are independent N(0, a² |q|²) given its query, so its
-expectation is averaged over |q|², which is χ² with d_k degrees of freedom.
+For Gaussian queries and keys, the scores of a row are independent N(0, a² |q|²) for a fixed query. The expectation is
+then averaged over |q|², which is χ² with d_k degrees of freedom.
 """
 
 import math
@@ -25,16 +25,16 @@ import numpy as np
 from attnscale.errors import SettingError
 from attnscale.reference import Array
 
-# exp(−e^z) is analytic for |Im z| < π/2, so a step h costs e^{−π²/h}: 1e-17 at h = 0.25. The Gaussian costs
-# e^{−2π²/h²} in units of its own spread: 1e-34 at h = 0.5.
+# exp(−e^z) is analytic for |Im z| < π/2, so a step h has an error of e^{−π²/h}: 1e-17 at h = 0.25. For the Gaussian it
+# is e^{−2π²/h²}, with h in units of the spread: 1e-34 at h = 0.5.
 STEP = 0.2
 GAUSSIAN_STEP = 0.4
 TAIL = 40.0  # e^{−40} is under float64 rounding
 VANISHED = 8.0  # exp(−e⁸) is zero in float64
-FROZEN = 2e3  # above this spread H, gain and 1 − top-1 fall as 1/σ, to 1e-3 of themselves: two scores must nearly tie
-ORDERS = np.array([[2], [3], [4]])  # of the derivatives of L that expectations need
+FROZEN = 2e3  # above this spread H, 1 − Σp² and 1 − top-1 are proportional to 1/σ, within 0.1%
+ORDERS = np.array([[2], [3], [4]])  # orders of the derivatives of L in the expectations
 UNIFORM_BELOW = 1e-8  # below this spread every expectation equals the uniform one to float64 rounding
-# The trapezoid rule in ln|q|² costs e^{−π²/h} for exp(−eʸ) and e^{−2π²w²/h²} for a bump of width w: 3e-9 at both.
+# The trapezoid rule in ln|q|² has errors of e^{−π²/h} for exp(−eʸ) and e^{−2π²w²/h²} for a peak of width w: both 3e-9.
 LOG_STEP = 0.5
 NEGLIGIBLE = 25.0  # e^{−25} is 1e-11
 
@@ -89,7 +89,7 @@ class RowExpectation:
 def expected_row(spread: float, keys: int, head_dim: int | None = None) -> RowExpectation:
     """Return the expectations of a row over `keys` Gaussian keys, for one query or averaged over Gaussian queries.
 
-    `spread` is a · std(q·k). With `head_dim`, queries have that many components; without, all have the same length.
+    `spread` is a · std(q·k). Queries have `head_dim` Gaussian components; without `head_dim`, all have the same norm.
 
     >>> one_length, four_components = expected_row(4.0, 256), expected_row(4.0, 256, head_dim=4)
     >>> round(one_length.jacobian_trace, 2), round(four_components.jacobian_trace, 2)
@@ -151,7 +151,7 @@ def _reach(keys: int) -> float:
 
 
 def _log_normaliser_and_gain(spread: float, keys: int) -> tuple[float, float]:
-    """Return E[ln Z] and E[1 − Σ p²], for a spread between the two limits."""
+    """Return E[ln Z] and E[1 − Σ p²] for a spread between UNIFORM_BELOW and FROZEN."""
     found = _laplace(spread, keys)
     below = np.exp(-np.exp(np.minimum(found.log_t, VANISHED)))
     log_normaliser = STEP * float((below - np.exp(keys * found.log)).sum())
@@ -171,7 +171,7 @@ class _Laplace:
 
 
 def _laplace(spread: float, keys: int) -> _Laplace:
-    """Transform eˢ for one N(0, spread²) score s, on a grid wide enough for `keys` of them."""
+    """Return the Laplace transform of eˢ for an N(0, spread²) score s, on a grid wide enough for `keys` scores."""
     reach = _reach(keys) * spread
     step = min(STEP, GAUSSIAN_STEP * spread)
     half = math.ceil(reach / step)
@@ -179,19 +179,19 @@ def _laplace(spread: float, keys: int) -> _Laplace:
     density: Array = np.exp(-0.5 * (scores / spread) ** 2)
     density = np.asarray(density / density.sum())
 
-    mass_from = np.append(density[::-1].cumsum()[::-1], 0.0)  # of this score and all above it
+    mass_from = np.append(density[::-1].cumsum()[::-1], 0.0)  # probability of this score and all larger ones
     transform = _transform_by_convolution if step == STEP else _transform_by_sum
     log_t, one_minus_laplace, derivatives = transform(scores, density, mass_from, TAIL + math.log(keys))
     return _Laplace(log_t, np.log1p(-np.minimum(one_minus_laplace, 1 - 1e-16)), *derivatives)
 
 
 def _transform_by_sum(scores: Array, density: Array, mass_from: Array, negligible: float) -> tuple[Array, Array, Array]:
-    """Return ln t, 1 − L(t) and tᵏ |L⁽ᵏ⁾(t)| for narrow spreads, whose scores need a finer grid than ln t."""
+    """Return ln t, 1 − L(t) and tᵏ |L⁽ᵏ⁾(t)| for small spreads, where scores need a finer grid than ln t."""
     log_t = np.arange(scores[0] - negligible, scores[-1] + math.log(TAIL), STEP)
     first, last = np.searchsorted(scores, -log_t - negligible), np.searchsorted(scores, -log_t + VANISHED)
     one_minus_laplace, derivatives = np.empty_like(log_t), np.empty((len(ORDERS), len(log_t)))
     for i, tau in enumerate(log_t):
-        near = slice(first[i], last[i])  # scores above it make exp(−t eˢ) vanish, scores below it leave it at one
+        near = slice(first[i], last[i])  # exp(−t eˢ) is zero for larger scores and one for smaller scores
         term = np.exp(tau + scores[near])  # t eˢ
         one_minus_laplace[i] = mass_from[last[i]] - density[near] @ np.expm1(-term)
         derivatives[:, i] = (term**ORDERS * np.exp(-term)) @ density[near]
@@ -201,12 +201,12 @@ def _transform_by_sum(scores: Array, density: Array, mass_from: Array, negligibl
 def _transform_by_convolution(
     scores: Array, density: Array, mass_from: Array, negligible: float
 ) -> tuple[Array, Array, Array]:
-    """Return the same for wide spreads, where both share a grid: the density is even, so sums are convolutions."""
+    """Return ln t, 1 − L(t) and tᵏ |L⁽ᵏ⁾(t)| for large spreads, as convolutions on one grid of scores and ln t."""
     near = np.arange(-math.ceil(negligible / STEP), math.ceil(VANISHED / STEP) + 1)
     term = np.exp(near * STEP)
     half = len(scores) // 2
     grid = np.arange(near[0] - half, near[-1] + half + 1)
-    above = np.clip(half + near[-1] - grid + 1, 0, len(scores))  # from this score on, exp(−t eˢ) has vanished
+    above = np.clip(half + near[-1] - grid + 1, 0, len(scores))  # exp(−t eˢ) is zero from this score on
     one_minus_laplace = mass_from[above] - np.convolve(density, np.expm1(-term))
     derivatives = [np.convolve(density, weight) for weight in term**ORDERS * np.exp(-term)]
     return grid * STEP, one_minus_laplace, np.stack(derivatives)
@@ -218,7 +218,7 @@ def _top1(spread: float, keys: int) -> float:
     highest = np.linspace(-reach, reach, 401)  # in units of the spread
     log_u = np.arange(-TAIL - math.log(keys), math.log(TAIL), STEP)
     gaps, weights = _panels(end=min(2 * reach * spread, 2 * TAIL + math.log(keys)), width=2 * min(1.0, spread))
-    # 1 − exp(−u e^{−gap}), the deficit a key at this gap below the largest causes: the same for every x
+    # 1 − exp(−u e^{−gap}) of a key at this gap below the largest score; it does not depend on x
     deficit = -np.expm1(-np.exp(log_u[:, None] - gaps[None, :]))
     outer = np.exp(log_u - np.exp(log_u)) * STEP
 

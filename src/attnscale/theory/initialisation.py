@@ -1,7 +1,7 @@
-"""Variance of a projection, from how its weights are drawn.
+"""Variance of a projection at initialisation.
 
-For zero-mean inputs of variance v, q = W x + b has Var(q) = fan_in · Var(W) · v over tokens; a random bias gives each
-component a mean of its own, of variance Var(b) over components.
+For zero-mean inputs of variance v, q = W x + b has Var(q) = fan_in · Var(W) · v over tokens. A random bias adds a mean
+to each component, with variance Var(b) over components.
 """
 
 import math

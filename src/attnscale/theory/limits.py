@@ -1,18 +1,18 @@
-"""Limits of softmax: the critical spread, the least entropy, and the score at which it saturates."""
+"""Limits of softmax: the critical spread, the lowest entropy, and the score at which it saturates."""
 
 import math
 
 from attnscale.errors import SettingError
 
 SATURATED_TOP1 = 0.99  # its own gradient p(1 − p) is then under 0.01
-# A spread this small leaves H ≈ ln n − σ²/2 within 0.02 nats of uniform: the weights hardly differ.
+# At this spread H ≈ ln n − σ²/2 is within 0.02 nats of uniform weights.
 DILUTED_SPREAD = 0.2
-# From here on a few keys take most of the weight: at n = 1024 this is σ = 2.98, an expected top-1 of 0.27.
+# Above this share of the critical spread, few keys get most of the weight: σ = 2.98 at n = 1024, expected top-1 0.27.
 CRITICAL_MARGIN = 0.8
 
 
 def critical_spread(keys: int) -> float:
-    """Return the critical spread √(2 ln n): above it, a few of n Gaussian scores take nearly all the weight."""
+    """Return the critical spread √(2 ln n): above it, a few of n Gaussian scores get nearly all the weight."""
     if keys < 1:
         raise SettingError(f"Expected at least one key, got {keys}.")
     return math.sqrt(2 * math.log(keys))
@@ -26,7 +26,7 @@ def regime(spread: float, keys: int) -> str:
 
 
 def entropy_floor(spectral_bound: float, keys: int) -> float:
-    """Return the least entropy of softmax over scores with ‖QKᵀ‖ ≤ σ: σReparam, Theorem 3.1 (Zhai et al. 2023).
+    """Return the lowest entropy of softmax over scores with ‖QKᵀ‖ ≤ σ: σReparam, Theorem 3.1 (Zhai et al. 2023).
 
     ln(1 + (T−1)β) + σ√(T(T−1)) β / (1 + (T−1)β), with β = exp(−σ√(T/(T−1))).
     """

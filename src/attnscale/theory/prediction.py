@@ -1,4 +1,4 @@
-"""Prediction of a model's attention at initialisation, from its shape alone."""
+"""Predict a model's attention at initialisation from its shape."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -10,13 +10,13 @@ from attnscale.theory.initialisation import Initialisation
 from attnscale.theory.limits import critical_spread, regime
 from attnscale.theory.variance import row_variance, score_variance, unit_variance_scale
 
-LARGEST = 10**18  # of d_model, heads, d_k and keys: floating point holds what is computed of them
+LARGEST = 10**18  # limit for d_model, heads, d_k and keys; larger numbers could overflow
 PACKED_PROJECTIONS = 3  # nn.MultiheadAttention draws q, k and v as one matrix of 3 · d_model rows
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A multiplier, with the spread of the scores and the softmax that it gives."""
+    """Multiplier, with the resulting spread of the scores and statistics of the softmax."""
 
     name: str
     scale: float
@@ -27,7 +27,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Spread of q, k and the scores at initialisation, under each candidate scale."""
+    """Spread of q, k and the scores at initialisation, for each candidate scale."""
 
     d_model: int
     heads: int
@@ -80,17 +80,17 @@ def predict(
     fan_out = heads * head_dim * (PACKED_PROJECTIONS if packed else 1)
     projected = init.projected_variance(d_model, fan_out, input_variance)
     bias = init.bias_variance(d_model)
-    mean = math.sqrt(bias)  # the typical mean of a component, from its bias
+    mean = math.sqrt(bias)  # typical mean of a component, caused by its bias
     pooled = score_variance(head_dim, mean, projected, mean, projected)
     if not 0 < pooled < math.inf:
         raise SettingError(
             f"Expected scores of a finite spread above zero, and weights by {init} on inputs of variance "
             f"{input_variance:g} give none; start nearer to one."
         )
-    seen = row_variance(head_dim, mean, projected, projected)  # the part that softmax sees
+    within_rows = row_variance(head_dim, mean, projected, projected)  # the part that softmax sees
 
     def candidate(name: str, scale: float) -> Candidate:
-        spread = scale * math.sqrt(seen)
+        spread = scale * math.sqrt(within_rows)
         return Candidate(
             name, scale, scale * math.sqrt(pooled), expected_softmax(spread, length), regime(spread, length)
         )

@@ -1,4 +1,4 @@
-"""Student's t, and Holm's correction for many comparisons."""
+"""Student's t distribution, and Holm's correction for multiple comparisons."""
 
 import math
 from collections.abc import Sequence
@@ -7,27 +7,27 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-STEPS = 2048  # of the integral over the tail
-REACH = 60.0  # the density at its far end is smaller by this power of e
+STEPS = 2048  # steps of the integral over the tail
+REACH = 60.0  # the integral ends where the density has fallen by e to this power
 BISECTIONS = 60  # halve the interval of ln t below the precision of a float
-WIDEST = 700.0  # ln t: e to more than that is not a float
+WIDEST = 700.0  # largest ln t; exp() of more overflows a float
 
 
 def student_tail(t: float, freedom: float) -> float:
-    """Return the share of Student's distribution beyond ±t.
+    """Return the probability that Student's t lies outside ±t.
 
     >>> round(student_tail(4.303, 2), 3), round(student_tail(1.962, 1000), 3), student_tail(0.0, 7)
     (0.05, 0.05, 1.0)
     """
     if not math.isfinite(t):
         return 0.0
-    # With t = √ν tan θ the density is cos(θ)^(ν−1) dθ; over ln(π/2 − θ) the far tail is as precise as the middle.
+    # With t = √ν tan θ the density is cos(θ)^(ν−1) dθ; integrating over ln(π/2 − θ) makes the far tail precise.
     return min(1.0, _integral(math.atan2(math.sqrt(freedom), abs(t)), freedom) / _integral(math.pi / 2, freedom))
 
 
 @lru_cache
 def student_quantile(freedom: float, level: float) -> float:
-    """Return the t so that a share `level` of Student's distribution lies within ±t.
+    """Return the t for which Student's t lies within ±t with probability `level`.
 
     >>> round(student_quantile(2, 0.95), 3), round(student_quantile(1000, 0.95), 3)
     (4.303, 1.962)
@@ -40,7 +40,7 @@ def student_quantile(freedom: float, level: float) -> float:
 
 
 def holm(chances: Sequence[float], level: float) -> NDArray[np.bool_]:
-    """Mark the chances that are significant together: with none real, any is marked with probability `level` (1979).
+    """Mark the significant p-values by Holm (1979): the probability of any false positive is at most `level`.
 
     >>> holm([0.001, 0.03, 0.9], 0.05).tolist()
     [True, False, False]

@@ -31,7 +31,7 @@ def row_variance(
 ) -> float:
     """Return the part of Var[q·k] that softmax responds to, d (σ_q²σ_k² + μ_q²σ_k²).
 
-    The rest, σ_q²μ_k², is the same for every key of a row, and softmax ignores a shift.
+    The third term, σ_q²μ_k², shifts all scores of a row, which softmax ignores.
     """
     return head_dim * (query_variance + query_mean**2) * key_variance
 

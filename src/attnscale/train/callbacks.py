@@ -11,8 +11,10 @@ from attnscale.errors import SettingError
 from attnscale.measure.statistics import Place, in_place, logged
 from attnscale.train.monitor import Monitor
 from attnscale.train.qk_clip import QKClip
-from attnscale.train.sinks import Sink
+from attnscale.train.sinks import MLflow, Sink, TensorBoard, WeightsAndBiases
 
+# What the names of the trainers' loggers for the tool of a sink begin with, in lower case.
+TOOLS = {TensorBoard: "tensorboard", WeightsAndBiases: "wandb", MLflow: "mlflow"}
 LogChoice = bool | Sequence[str]
 CLIPPED_HEADS = "attnscale/clipped_heads"  # number of heads that QK-Clip lowered since the log before
 
@@ -33,6 +35,13 @@ class DrivenMonitor:
         self.monitor.sinks += [log] if log is not None and self.logged else []
         if state:
             self.monitor.load_state_dict({**state, "steps": step})
+
+    def has_sink_of(self, logger: object) -> bool:
+        """Return True if a sink writes the same curves to the tool of a trainer's logger."""
+        names = [kind.__name__.lower() for kind in type(logger).__mro__]
+        sinks = () if self.monitor is None else self.monitor.sinks
+        tools = [tool for kind, tool in TOOLS.items() if any(isinstance(sink, kind) for sink in sinks)]
+        return any(name.startswith(tool) for name in names for tool in tools)
 
     def begin_step(self, step: int, optimizer: Any) -> None:
         """Begin an optimiser step, or another micro-batch of it."""

@@ -110,7 +110,8 @@ class TrainerLog:
         args, control, model = self._trainer.args, self._trainer.control, self._trainer.model
         failed: Exception | None = None
         for callback in self._trainer.callback_handler.callbacks:
-            if callback is self._own or isinstance(callback, (PrinterCallback, ProgressCallback)):
+            is_fed = isinstance(self._own, DrivenMonitor) and self._own.has_sink_of(callback)
+            if is_fed or callback is self._own or isinstance(callback, (PrinterCallback, ProgressCallback)):
                 continue
             try:
                 callback.on_log(args, at_step, control, logs=dict(numbers), model=model)

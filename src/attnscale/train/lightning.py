@@ -21,13 +21,13 @@ class LightningLog:
     """Writes records to the loggers of a trainer, at the step of the loss of the same forwards."""
 
     loggers: Sequence[Logger]
-    numbers: Sequence[str]
+    own: DrivenMonitor
 
     def __call__(self, record: Record) -> None:
         """Add a point to every curve."""
-        if not record.rank:
-            for logger in self.loggers:
-                logger.log_metrics(dict(scalars(record, self.numbers)), record.step)
+        for logger in () if record.rank else self.loggers:
+            if not self.own.has_sink_of(logger):
+                logger.log_metrics(dict(scalars(record, self.own.logged)), record.step)
 
 
 class LightningScoreCallback(DrivenMonitor, Callback):
@@ -48,7 +48,7 @@ class LightningScoreCallback(DrivenMonitor, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin, or continue from a checkpoint."""
         has_log = trainer.is_global_zero and trainer.loggers
-        log = LightningLog(trainer.loggers, self.logged) if has_log else None
+        log = LightningLog(trainer.loggers, self) if has_log else None
         self.start(pl_module, log, self._saved, trainer.global_step)
         self._saved = None
 

@@ -94,8 +94,14 @@ class Monitor(PlottedResult):
         on_alarm: Callable[[Finding], None] | None = None,
         group: dist.ProcessGroup | None = None,
         head_group: dist.ProcessGroup | None = None,
+        key_group: dist.ProcessGroup | None = None,
         timeout: float = 60.0,
     ) -> None:
+        if key_group is not None:
+            raise SettingError(
+                "Ranks that share the keys of a row (context parallel) cannot be merged, because each computes only a "
+                "part of every softmax. Monitor a run without context parallelism."
+            )
         if not isinstance(model, nn.Module):
             raise InputError(f"Expected a torch.nn.Module to monitor, got {type(model).__name__}.")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -107,6 +113,7 @@ class Monitor(PlottedResult):
         self.sinks = [sink_from(sink) for sink in sinks]
         self._on_alarm = on_alarm
         self._logged: dict[str, int] = {}  # the worst severity in the log, by code
+        self._repeated: list[tuple[int, Finding]] = []  # steps and alarms that the log only counts
         self._history = History(limits or Thresholds(), is_trained(model))
         self.steps = 0  # training steps that are over
         self.run = new_name()  # tells its records from those of another run in a log
@@ -222,6 +229,7 @@ class Monitor(PlottedResult):
     def close(self) -> None:
         """Stop, and close the sinks."""
         self.cancel()
+        self._log_repeated()
         self._ranks.close()
         for sink in self.sinks:
             getattr(sink, "close", lambda: None)()
@@ -334,14 +342,24 @@ class Monitor(PlottedResult):
             self._tell(SinkWarning(f"{failure}: {type(error).__name__}: {error}"))
 
     def _log(self, record: Record) -> None:
-        """Log each alarm that is new or more serious than before, once for all layers."""
+        """Log each alarm that is new or more serious than before, once for all layers, and count the others."""
         for group in grouped(record.alarms):
             severity = severity_rank(group.first.severity)
             if severity > self._logged.get(group.first.code, -1):
                 self._logged[group.first.code] = severity
                 LOGGER.warning("step %d: %s", record.step, group)
+            else:
+                self._repeated += [(record.step, alarm) for alarm in group.findings]
         if self._history.is_calm:
             self._logged.clear()
+            self._log_repeated()
+
+    def _log_repeated(self) -> None:
+        repeated, self._repeated = self._repeated, []
+        if repeated:
+            alarms = f"{len(repeated)} more such alarm{'s' * (len(repeated) > 1)}"
+            layers = len({alarm.layer for _, alarm in repeated})
+            LOGGER.warning("%s in %d layer%s until step %d", alarms, layers, "s" * (layers > 1), repeated[-1][0])
 
     def _audit(self, seen: Seen | None) -> Audit:
         """Diagnose the first sampled step, without what is noted only or frozen on purpose."""

@@ -18,7 +18,8 @@ from attnscale.watching.seen import LayerFacts
 from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
-MOST_MISSED = 2  # probed steps without a complete one between; after that every sampled step is traced
+MOST_MISSED = 2  # probed steps that may miss attentions; after that every sampled step is traced
+LASTING = 32  # complete probed steps, one after the other, that end the count of those which missed attentions
 
 
 class Sampling:
@@ -29,6 +30,7 @@ class Sampling:
         self._plan: Plan | None = None
         self._placement: Placement | None = None  # of the plan
         self._missed = 0  # probed steps that missed some attention
+        self._complete = 0  # probed steps since then
         self._structure: Structure | None = None  # of the model, when it was last measured
         self._obstacle = ""  # why the last traced step could not have had probes
 
@@ -54,8 +56,11 @@ class Sampling:
 
     def note(self, seen: Seen) -> None:
         """Note a step that was seen to its end."""
-        if seen.is_probed:
-            self._missed = self._missed + 1 if seen.plan is None else 0
+        if seen.is_probed and seen.plan is None:
+            self._missed, self._complete = self._missed + 1, 0
+        elif seen.is_probed:
+            self._complete += 1
+            self._missed = 0 if self._complete == LASTING else self._missed
         self._plan = seen.plan
 
     def notices(self, seen: Seen) -> Iterator[AttnscaleWarning]:

@@ -4,6 +4,7 @@ from attnscale.lab.experiment import Experiment
 from attnscale.lab.experiments import (
     ablation,
     divisors,
+    entropy_bound,
     gradients,
     initialisation,
     kappa,
@@ -15,6 +16,7 @@ from attnscale.lab.experiments import (
 )
 
 FILES = (
-    variance, saturation, divisors, gradients, initialisation, length, ablation, kappa, temperature, trained,
+    variance, saturation, divisors, gradients, initialisation, length, entropy_bound, ablation, kappa, temperature,
+    trained,
 )  # fmt: skip
 EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in FILES}

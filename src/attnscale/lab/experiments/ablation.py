@@ -18,7 +18,7 @@ from attnscale.lab.outcomes import (
     verdicts,
 )
 from attnscale.lab.tasks import TASKS
-from attnscale.lab.training import Schedule, score_summary, seeded_model, trained
+from attnscale.lab.training import Schedule, curve_steps, score_summary, seeded_model, trained
 
 REFERENCE, WITHOUT = "1/√d_k", "unscaled"
 VARIANTS = {
@@ -57,15 +57,16 @@ def _product(
 
 def run(
     task: str, variant: str, head_dim: int, rate: float, d_model: int, heads: int, steps: int, seed: int,
+    device: str = "cpu",
 ) -> Outcome:  # fmt: skip
     """Train one model, and measure its scores before."""
     of = TASKS[task]
     shape = {"d_model": d_model, "heads": heads, "head_dim": head_dim}
-    model = seeded_model(of.vocabulary, seed, scale=VARIANTS[variant], **shape)
+    model = seeded_model(of.vocabulary, seed, scale=VARIANTS[variant], **shape).to(device)
     before = score_summary(model, of)
     found = trained(model, of, Schedule(steps, rate, seed))
     return {
-        "final": found.final, "diverged": found.diverged,
+        "final": found.final, "diverged": found.diverged, "curve": found.curve(steps),
         "entropy_before": before["entropy_ratio"], "gain_before": before["jacobian_trace"],
     }  # fmt: skip
 
@@ -93,7 +94,8 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         diverged_sentence(outcomes),
     ])  # fmt: skip
     checks = [check for own in entries.values() for check in _checks(own)]
-    return Conclusion(text, tuple(checks), tuple(map(_table, entries.values())), tuple(map(_plot, entries.values())))
+    plots = [plot for own in entries.values() for plot in _plots(own)]
+    return Conclusion(text, tuple(checks), tuple(map(_table, entries.values())), tuple(plots))
 
 
 def _entries(own: Outcomes, task: str) -> list[Entry]:
@@ -161,13 +163,22 @@ def _table(entries: Sequence[Entry]) -> Table:
     return Table(f"Final loss, {entries[0].task}", columns, tuple(rows))
 
 
-def _plot(entries: Sequence[Entry]) -> Plot:
-    curves = []
+def _plots(entries: Sequence[Entry]) -> list[Plot]:
+    task, head_dims = entries[0].task, dict.fromkeys(entry.head_dim for entry in entries)
+    best = []
     for variant in dict.fromkeys(entry.variant for entry in entries):
         of = [entry for entry in entries if entry.variant == variant]
-        curves.append(banded(variant, [entry.head_dim for entry in of], [entry.final for entry in of]))
-    return Plot(f"Final loss against d_k, {entries[0].task}", "d_k", "held-out loss, nats", tuple(curves),
-                "Each variant at its best learning rate.", log_x=True)  # fmt: skip
+        best.append(banded(variant, [entry.head_dim for entry in of], [entry.final for entry in of]))
+    plots = [Plot(f"Final loss against d_k, {task}", "d_k", "held-out loss, nats", tuple(best),
+                  "Each variant at its best learning rate.", log_x=True)]  # fmt: skip
+    for head_dim in head_dims:
+        curves = tuple(
+            entry.runs.series(entry.variant, curve_steps(entry.runs.values("steps")[0]), "curve")
+            for entry in entries if entry.head_dim == head_dim
+        )  # fmt: skip
+        plots.append(Plot(f"Learning curves at d_k = {head_dim}, {task}", "step", "training loss, nats", curves,
+                          "Each variant at its best learning rate."))  # fmt: skip
+    return plots
 
 
 EXPERIMENT = Experiment(

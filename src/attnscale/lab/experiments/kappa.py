@@ -39,10 +39,11 @@ def normalised(kappa: float) -> Rule:
 
 def run(
     task: str, kappa: float, steps: int, rate: float, d_model: int, heads: int, head_dim: int, seed: int,
+    device: str = "cpu",
 ) -> Outcome:  # fmt: skip
     """Train one model whose scores are κ times the cosines of its queries and keys."""
     of, shape = TASKS[task], {"d_model": d_model, "heads": heads, "head_dim": head_dim}
-    model = seeded_model(of.vocabulary, seed, scale=normalised(kappa), **shape)
+    model = seeded_model(of.vocabulary, seed, scale=normalised(kappa), **shape).to(device)
     before = score_summary(model, of)
     found = trained(model, of, Schedule(steps, rate, seed))
     return {"final": found.final, "diverged": found.diverged, "spread": before["std"],

@@ -151,4 +151,4 @@ def _plots(full: Outcomes, causal: Outcomes, leading: Outcomes) -> tuple[Plot, .
 
 
 EXPERIMENT = Experiment("length", "How does attention spread over a growing context under 1/√d_k, log n and YaRN?",
-                        grid, run, conclude, seeds=16, quick_seeds=8, version=2, core_minutes=0.22)  # fmt: skip
+                        grid, run, conclude, seeds=16, quick_seeds=8, version=2, core_minutes=0.072)  # fmt: skip

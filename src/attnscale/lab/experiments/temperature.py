@@ -37,10 +37,11 @@ def grid(quick: bool) -> Sequence[Settings]:
 
 def run(
     task: str, multiple: float, rate: float, steps: int, d_model: int, heads: int, head_dim: int, seed: int,
+    device: str = "cpu",
 ) -> Outcome:  # fmt: skip
     """Train a model, measure its scores before and after, and for one seed keep the weights of a head."""
     of, rule = TASKS[task], temperature(multiple * math.sqrt(head_dim))
-    model = seeded_model(of.vocabulary, seed, scale=rule, d_model=d_model, heads=heads, head_dim=head_dim)
+    model = seeded_model(of.vocabulary, seed, scale=rule, d_model=d_model, heads=heads, head_dim=head_dim).to(device)
     before = score_summary(model, of)
     found = trained(model, of, Schedule(steps, rate, seed))
     after = score_summary(model, of) if math.isfinite(found.end) else dict.fromkeys(before, math.nan)

@@ -32,7 +32,7 @@ def grid(quick: bool) -> Sequence[Settings]:
     return [{"part": BUNDLED}, *own]
 
 
-def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: int = 2) -> Outcome:
+def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: int = 2, device: str = "cpu") -> Outcome:
     """Measure losses in nats under every scale, at each of MOMENTS."""
     if part == BUNDLED:
         return {f"{scale} at once": bundled_loss(scale, seed) for scale in SCALES}
@@ -41,7 +41,7 @@ def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: in
     schedule, more = Schedule(steps, rate, seed), Schedule(steps // MORE, rate / MORE, seed + 1)
 
     def fresh(scale: str) -> CausalTransformer:
-        return seeded_model(of.vocabulary, seed, head_dim=head_dim, scale=SCALES[scale], **shape)
+        return seeded_model(of.vocabulary, seed, head_dim=head_dim, scale=SCALES[scale], **shape).to(device)
 
     learned, found = fresh(KEPT), {}
     trained(learned, of, schedule)

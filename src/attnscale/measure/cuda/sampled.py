@@ -135,8 +135,8 @@ def own_sinks(call: Call) -> Tensor | None:
 def measure_rows(call: Call, planned: Design, bounds: Tensor | None, table: Tensor | None = None) -> SampledRows:
     """Measure a draw of rows, whatever they see; what a mask hides is False or −∞.
 
-    `bounds` are upper bounds of scores: one of each head; None: they are told
-    otherwise. `table` is written to, if given.
+    `bounds`, (heads,), are upper bounds of each head's scores; without them `max_bound` is the largest score seen.
+    `table` is written to, if given.
     """
     from attnscale.measure.cuda import finish, masked_rows  # not before it is needed: a CPU may have no triton
 
