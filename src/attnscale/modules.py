@@ -21,8 +21,8 @@ from attnscale.visibility import Mask, Visibility, is_plain_mask
 class MultiheadAttention(nn.MultiheadAttention):
     """nn.MultiheadAttention plus `scale` (a number, a tensor, a rule or its name) and `softcap`.
 
-    Its state dict is nn.MultiheadAttention's, with `rule.…` added where the rule learns; one without `rule.…` loads
-    too, and leaves the rule as it was made.
+    Its state dict is that of nn.MultiheadAttention, plus `rule.…` entries if the rule has parameters. A state dict
+    without these entries also loads, and leaves the rule unchanged.
 
     >>> layer = MultiheadAttention(64, 4, batch_first=True, scale="QKNorm")
     >>> x = torch.randn(2, 5, 64)
@@ -74,20 +74,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run nn.MultiheadAttention: True in a boolean mask hides a key; weights are returned where they are asked for.
+        """Return the output, and the weights if `need_weights`. In a boolean mask, True hides a key.
 
-        `is_causal` says that attn_mask is the causal one, and stands for it where attn_mask is None. Nested tensors,
-        (batch, length, embed_dim), give nested ones, their weights a matrix a sequence.
+        `is_causal` declares that attn_mask is causal; without an attn_mask it applies a causal mask. Nested tensors
+        (batch, length, embed_dim) give a nested output and one matrix of weights per sequence.
         """
         if any_nested(query, key, value):
             if key_padding_mask is not None or not self.batch_first:
                 raise InputError("Expected nested tensors with batch_first=True and without key_padding_mask.")
             if self.bias_k is not None or self.add_zero_attn:
                 raise InputError("Expected no add_bias_kv and no add_zero_attn with nested tensors; pad them instead.")
-            seen = sequences_see(attn_mask, is_causal and attn_mask is None)
+            visibility = sequences_see(attn_mask, is_causal and attn_mask is None)
             run = self._forward_nested
             run = uncompiled(run) if need_weights else in_graph(run, self.rule, query, key, value)
-            return run(query, key, value, seen, need_weights, average_attn_weights)
+            return run(query, key, value, visibility, need_weights, average_attn_weights)
         if not (query.dim() == key.dim() == value.dim() and query.dim() in (2, 3)):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
             raise ShapeError(f"Expected query, key and value of 2 or 3 dimensions each, got {shapes}.")
@@ -103,15 +103,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         return output if self.batch_first else output.transpose(0, 1), weights
 
     def _forward_nested(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, need_weights: bool, average: bool
+        self, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
-        given = [unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))]
-        heads = self._project(*(each.tokens.squeeze(1) for each in given))
-        layouts = (each.layout for each in given)
+        inputs = [unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))]
+        heads = self._project(*(each.tokens.squeeze(1) for each in inputs))
+        layouts = (each.layout for each in inputs)
         own, theirs, values = aligned(*map(Sequences, heads, layouts))
         dropout_p = self.dropout if self.training else 0.0
         check_settings(dropout_p, self.softcap)
-        ragged = scaled_sequences(own, theirs, values, seen, self.rule, False, self.softcap, dropout_p)
+        ragged = scaled_sequences(own, theirs, values, visibility, self.rule, False, self.softcap, dropout_p)
         weights: list[Tensor] = []
         if need_weights:
             calls = list(ragged.calls())
@@ -152,15 +152,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Mask,
         is_causal: bool,
     ) -> tuple[Mask, bool]:
-        """Return both masks as the one that attention() takes, or none and True if it is causal."""
+        """Merge both masks into one for attention(); return None and True if masking is only causal."""
         batch, _, q_len, _ = query.shape
         kv_len, appends = key.shape[-2], self.bias_k is not None or self.add_zero_attn
         hidden = attn_mask if is_plain_mask(attn_mask) else None
         if hidden is not attn_mask:
             if key_padding_mask is not None or appends:
                 raise InputError(
-                    f"Expected attn_mask as a tensor beside key_padding_mask, add_bias_kv or add_zero_attn, got a "
-                    f"{type(attn_mask).__name__}; write it out."
+                    f"Expected attn_mask as a tensor with key_padding_mask, add_bias_kv or add_zero_attn, got a "
+                    f"{type(attn_mask).__name__}; convert it to a tensor."
                 )
             return attn_mask, False
         if is_causal and key_padding_mask is None and not appends:
@@ -181,7 +181,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _append_keys(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor, Mask]:
-        """Append the learned key and value of add_bias_kv and the zero ones of add_zero_attn, visible to every row."""
+        """Append the learned key and value of add_bias_kv and the zeros of add_zero_attn, visible to every row."""
         if self.bias_k is not None and self.bias_v is not None:
             key, value = (
                 torch.cat(
@@ -209,7 +209,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return masks in which True hides as one in which True shows, or as one float mask where either is one."""
+    """Merge masks where True hides a key into one where True shows it, or into a float mask if either is float."""
     masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
     if all(mask.dtype == torch.bool for mask in masks):
         masks = [~mask for mask in masks]
@@ -229,7 +229,7 @@ def _expect_shape(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _keep_rule_if_absent(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Let a state dict without a rule, such as nn.MultiheadAttention's, load into a module whose rule learns."""
+    """Let a state dict of nn.MultiheadAttention load into a module that has a rule with parameters."""
     own = {prefix + name: value for name, value in module.state_dict().items() if name.startswith("rule")}
     if not own.keys() & state_dict.keys():
         state_dict.update(own)

@@ -36,8 +36,8 @@ def attention(
 
     `scale` is None (1/√d_k), a number, a tensor that broadcasts to (…, heads, q_len, 1), a rule of
     `attnscale.rules` or its name; `softcap` bounds the scores to softcap · tanh(score / softcap) before the mask.
-    `sinks` is one logit a head, (heads,), that joins the denominator of each of its rows and has no value, as in
-    gpt-oss; zeros make softmax-off-by-one. Gradients reach it.
+    `sinks`, (heads,), is one logit per head that joins the softmax denominator of each row and has no value, as in
+    gpt-oss; zeros give softmax-off-by-one. It receives gradients.
     It runs on torch's fused kernels, and never forms the full matrix of scores.
 
     >>> q = k = v = torch.eye(4)[None, None]
@@ -69,9 +69,9 @@ def attention_weights(
     *,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return softmax(scale · QKᵀ + mask) itself, (…, heads, q_len, kv_len): the full matrix, for looking at.
+    """Return the weights softmax(scale · QKᵀ + mask) as the full matrix, (…, heads, q_len, kv_len).
 
-    Of nested tensors, a nested tensor of the matrices of each sequence.
+    Nested tensors give a nested tensor with one matrix per sequence.
     """
     if any_nested(query, key):
         options = attn_mask, is_causal, scale, enable_gqa, softcap
@@ -102,9 +102,10 @@ def attention_varlen(
 ) -> Tensor:
     """Return attention() over sequences laid end to end: tokens (total, heads, head_dim), each seeing its own sequence.
 
-    `cu_seqlens_q` says where sequences begin and the last ends, (sequences + 1,), or `document_ids` of which document
-    each token is; keys of other lengths have `cu_seqlens_k`. As in flash-attn and torch.nn.attention.varlen, causality
-    and the window, (left, right) with −1 for all, are aligned to the last key of a sequence.
+    `cu_seqlens_q`, (sequences + 1,), holds the start of each sequence and the end of the last; alternatively,
+    `document_ids` holds the document number of each token. Pass `cu_seqlens_k` if keys have other lengths. As in
+    flash-attn and torch.nn.attention.varlen, causality and the window, (left, right) with −1 for unlimited, are
+    aligned to the last key of a sequence.
 
     >>> tokens = torch.randn(7, 2, 4)
     >>> attention_varlen(tokens, tokens, tokens, torch.tensor([0, 3, 3, 7]), is_causal=True).shape
@@ -131,8 +132,8 @@ def _attend_nested(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> 
     if even is not None:
         (query, key, value), wrap = even
         attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p, sinks = options
-        kept = {"softcap": softcap, "sinks": sinks}
-        return wrap(attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **kept))
+        options_by_name = {"softcap": softcap, "sinks": sinks}
+        return wrap(attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options_by_name))
     ragged, wrap = nested_call(query, key, value, *options)
     return wrap(run_sequences(ragged))
 
@@ -148,7 +149,7 @@ def scaled_call(
     dropout_p: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Call:
-    """Return an attention as the kernels take it: its scale a float, its leading dimensions one."""
+    """Return the call in the form that kernels take: a float as its scale, and one leading dimension."""
     visibility = visibility.within(query.shape[-2], key.shape[-2])
 
     def counts() -> Tensor | None:

@@ -1,7 +1,7 @@
-"""Every private name of torch that is used here, each behind one function.
+"""Private names of torch, each wrapped in one function.
 
-If a torch version lacks one, only what its `lost` describes stops working, never the user's forward.
-tests/test_torch_internals.py reports names that are missing.
+If a torch version lacks a name, only the feature in its `lost` text stops working; the user's forward still runs.
+tests/test_torch_internals.py reports missing names.
 """
 
 import sys
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 Result = TypeVar("Result")
 Called = TypeVar("Called", bound=Callable[..., Any])
 INTERNALS: list["Internal"] = []
-FRAMES_OF_A_MODE = 12  # at most so many stack frames between a tensor operation and its dispatch mode
+FRAMES_OF_A_MODE = 12  # upper bound on stack frames between a tensor operation and its dispatch mode
 KERNELS = {
     SDPBackend.CUDNN_ATTENTION: "cudnn",
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -29,7 +29,7 @@ KERNELS = {
 
 
 class Internal:
-    """A private name of torch; `found` is None where this torch does not have it."""
+    """A private name of torch; `found` is None if this torch lacks it."""
 
     def __init__(self, module: str, name: str, lost: str, only_with_cuda: bool = False) -> None:
         self._module, self._name, self.lost, self.only_with_cuda = module, name, lost, only_with_cuda
@@ -52,37 +52,35 @@ class Internal:
         return found
 
     def __call__(self, *args: Any, otherwise: Any = None, **kwargs: Any) -> Any:
-        """Call the object and return its result, or `otherwise` if this torch does not have it."""
+        """Call the object and return its result, or `otherwise` if this torch lacks it."""
         return otherwise if self.found is None else self.found(*args, **kwargs)
 
 
-_dispatch_mode = Internal(
-    "torch.utils._python_dispatch", "TorchDispatchMode", "nothing can be watched: no mode sees what runs"
-)
+_dispatch_mode = Internal("torch.utils._python_dispatch", "TorchDispatchMode", "watch() cannot see any operation")
 _without_modes = Internal(
-    "torch.utils._python_dispatch", "_disable_current_modes", "a CausalBias that a watched model makes raises"
+    "torch.utils._python_dispatch", "_disable_current_modes", "creating a CausalBias in a watched model raises"
 )
 _modes_in_place = Internal("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "modes are not counted")
-_fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shapes of sharded tensors are read as tensors")
-_operator = Internal("torch._ops", "OpOverload", "no operation is told from another: nothing is seen")
-_has_kernel = Internal("torch._C", "_dispatch_has_kernel_for_dispatch_key", "composite operations are not taken apart")
-_graph_task = Internal("torch._C", "_current_graph_task_id", "what a backward pass recomputes is counted again")
+_fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shape-only tensors are traced like real ones")
+_operator = Internal("torch._ops", "OpOverload", "operations cannot be identified: nothing is measured")
+_has_kernel = Internal("torch._C", "_dispatch_has_kernel_for_dispatch_key", "composite operations are not decomposed")
+_graph_task = Internal("torch._C", "_current_graph_task_id", "calls that a backward pass recomputes are counted twice")
 _transforms = Internal(
-    "torch._C._functorch", "peek_interpreter_stack", "torch.func is not noticed, whose transforms refuse checkpoints"
+    "torch._C._functorch", "peek_interpreter_stack", "torch.func transforms are not detected and refuse checkpoints"
 )
 _is_mapped = Internal("torch._C._functorch", "is_batchedtensor", "torch.vmap over lengths of sequences raises")
 _module_call = Internal(
-    "torch.nn", "Module._call_impl", "one of torch's own layers is taken for two where it is called on two lines"
+    "torch.nn", "Module._call_impl", "one torch layer that is called on two lines is counted as two"
 )
-_sdpa_choice = Internal("torch", "_fused_sdp_choice", "attention_with_stats has a slower backward, and no lse")
-_dispatch_modes = Internal("torch._C", "_len_torch_dispatch_stack", "no operator is launched directly, which is slower")
-_function_modes = Internal("torch._C", "_is_torch_function_mode_enabled", "no operator is launched directly")
-_copy_each = Internal("torch", "_foreach_copy_", "what QK-Clip notes is wiped a tensor at a time, which is slower")
-_multiply_each = Internal("torch", "_foreach_mul_", "QK-Clip multiplies a parameter at a time, which is slower")
-_raw_stream = Internal("torch._C", "_cuda_getCurrentRawStream", "a launch is slower", only_with_cuda=True)
+_sdpa_choice = Internal("torch", "_fused_sdp_choice", "attention_with_stats has a slower backward and no log-sum-exp")
+_dispatch_modes = Internal("torch._C", "_len_torch_dispatch_stack", "kernels launch through the dispatcher: slower")
+_function_modes = Internal("torch._C", "_is_torch_function_mode_enabled", "kernels launch through the dispatcher")
+_copy_each = Internal("torch", "_foreach_copy_", "QK-Clip resets its buffers one by one, which is slower")
+_multiply_each = Internal("torch", "_foreach_mul_", "QK-Clip multiplies parameters one by one, which is slower")
+_raw_stream = Internal("torch._C", "_cuda_getCurrentRawStream", "kernel launches are slower", only_with_cuda=True)
 _script_builtin = Internal("torch.jit._builtins", "_register_builtin", "torch.jit.script refuses attention()")
-SLOWER = "the backward of attention_with_stats forms its attention again"
-NO_LSE = "the largest score of rows that are not looked at has a wider bracket"
+SLOWER = "the backward of attention_with_stats recomputes its attention"
+NO_LSE = "the largest score of rows outside the sample has wider bounds"
 _forwards: dict[SDPBackend | None, Internal] = {
     backend: Internal("torch", f"ops.aten._scaled_dot_product_{name}_attention.default", f"{NO_LSE} ({name})")
     for backend, name in KERNELS.items()
@@ -95,10 +93,10 @@ _cpu_forward, _cpu_backward = (
     Internal("torch", f"ops.aten._scaled_dot_product_flash_attention_for_cpu{part}.default", f"{SLOWER} (on a CPU)")
     for part in ("", "_backward")
 )
-_sequences_backward = Internal("torch", "ops.aten._flash_attention_backward.default", "ragged batches attend apart")
+_sequences_backward = Internal("torch", "ops.aten._flash_attention_backward.default", "ragged batches run one by one")
 _compiled_call = Internal("torch._dynamo", "eval_frame", "compiled models are measured uncompiled")
-_disabled = Internal("torch._compile", "_disable_dynamo", "torch.compile traces QKClip.step() in what it compiles")
-_default_store = Internal("torch.distributed.distributed_c10d", "_get_default_store", "what ranks saw is not merged")
+_disabled = Internal("torch._compile", "_disable_dynamo", "torch.compile traces into QKClip.step()")
+_default_store = Internal("torch.distributed.distributed_c10d", "_get_default_store", "results of ranks are not merged")
 _shard_offset = Internal(
     "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "sharded parameters are not rescaled"
 )
@@ -139,7 +137,7 @@ def sizes_vary(*sizes: int) -> bool:
 
 def ragged_axis(tensor: Tensor) -> int:
     """Return the axis along which the sequences of a jagged tensor differ in length."""
-    return int(getattr(tensor, "_ragged_idx"))  # noqa: B009  # a subclass has it
+    return int(getattr(tensor, "_ragged_idx"))  # noqa: B009  # of the jagged subclass
 
 
 def known_longest(tensor: Tensor) -> int | None:
@@ -168,7 +166,7 @@ def has_kernel(function: Any, key: str) -> bool:
     """Return True if an operation has its own kernel for a dispatch key."""
     try:
         return bool(_has_kernel(function.name(), key, otherwise=False))
-    except RuntimeError:  # the sizes of a nested tensor are asked for by an operation that the dispatcher does not know
+    except RuntimeError:  # reading a nested tensor's sizes is an operation unknown to the dispatcher
         return False
 
 
@@ -198,8 +196,8 @@ def store_of_ranks(name: str) -> Any:
 def fsdp_groups(module: torch.nn.Module) -> list[Any]:
     """Return the process groups over which FSDP2 shards or replicates the parameters of a module."""
     state = getattr(module, "_get_fsdp_state", lambda: None)()
-    held = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    meshes = [getattr(each, "mesh_info", None) for each in held]
+    parameter_groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    meshes = [getattr(each, "mesh_info", None) for each in parameter_groups]
     groups = [getattr(mesh, f"{kind}_process_group", None) for mesh in meshes for kind in ("replicate", "shard")]
     return [group for group in groups if group is not None]
 
@@ -254,7 +252,7 @@ def _each(
 
 
 def held_by(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Module | None]]:
-    """Return the modules that each module holds itself, by name; children() takes several times as long."""
+    """Return the direct submodules of each module by name; children() is several times slower."""
     return list(map(attrgetter("_modules"), modules))
 
 
@@ -281,19 +279,19 @@ def sdpa_backend(*args: Any, **kwargs: Any) -> SDPBackend | None:
 
 
 def sdpa_forward(backend: SDPBackend | None, device: str = "cuda") -> Callable[..., Any] | None:
-    """Return the forward kernel of a backend or of a CPU, whose second result is the lse; None if there is none."""
+    """Return the forward kernel of a backend or the CPU; its second result is the log-sum-exp. None if missing."""
     kernel = _cpu_forward if device == "cpu" else _forwards.get(backend)
     return None if kernel is None else kernel.found
 
 
 def sequences_backward() -> Callable[..., Any] | None:
-    """Return the backward of flash attention over packed sequences; None if there is none."""
+    """Return the backward of flash attention over packed sequences; None if missing."""
     kernel: Callable[..., Any] | None = _sequences_backward.found
     return kernel
 
 
 def sdpa_backward(backend: SDPBackend | None, device: str) -> Callable[..., Any] | None:
-    """Return the backward of the kernel that `sdpa_forward` returns; None if there is none."""
+    """Return the backward of the kernel that `sdpa_forward` returns; None if missing."""
     kernel = _cpu_backward if device == "cpu" else _backwards.get(backend)
     return None if kernel is None else kernel.found
 
@@ -326,24 +324,24 @@ def is_in_scripts(function: Callable[..., Any], name: str) -> None:
 def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:
     """Keep nn.TransformerEncoderLayer from its fused inference path, which computes 1/√d_k without calling this module.
 
-    It is not taken where projections are not declared alike.
+    The layer uses that path only if query, key and value have the same width.
     """
     attention._qkv_same_embed_dim = False
 
 
 def constant_in_graphs(function: Callable[[], Result]) -> Callable[[], Result]:
-    """Mark a function whose result Dynamo keeps as a constant; Dynamo's own decorator imports all of Dynamo."""
+    """Mark a function so that Dynamo keeps its result as a constant; Dynamo's own decorator imports all of Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def never_compiled(function: Called) -> Called:
-    """Mark a function that Dynamo never compiles; torch.compiler.disable would import all of Dynamo."""
+    """Exclude a function from compilation; torch.compiler.disable would import all of Dynamo."""
     found: Called = _disabled(function, otherwise=function)
     return found
 
 
 @constant_in_graphs
 def is_exporting() -> bool:
-    """Return True if torch.export is tracing; in torch 2.11 Dynamo takes torch's own function to be always true."""
+    """Return True if torch.export is tracing; in torch 2.11, Dynamo replaces torch's own function by True."""
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))

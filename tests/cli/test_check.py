@@ -264,7 +264,7 @@ def test_a_model_without_legible_attention_is_a_result_in_text_json_and_a_page(t
         f"attnscale: The report is in {tmp_path / 'report.html'}.",
         "attnscale: No attention layer was checked, so the exit status is 2.",
     ]
-    assert "No attention was seen in 0, named after it." in out
+    assert "Modules named after attention in which none ran: 0." in out
     assert out.splitlines()[-1] == "No attention could be read, so nothing was judged."
     found = json.loads(check(f"{BROKEN}linear", "--json")[1])
     assert found["layers"] == {}

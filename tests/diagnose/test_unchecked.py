@@ -87,7 +87,7 @@ def test_where_weights_of_unknown_origin_mix_values_is_said():
     model = nn.Sequential(AdditiveAttention(), OnlineSoftmaxAttention())
     told = audit(model, torch.randn(2, 13, 22)).unchecked
     assert any("the one softmax that ran took no product" in sentence for sentence in told)
-    assert "Values are mixed by weights that were not understood, in 0, 1." in told
+    assert "Values are mixed by weights of unknown origin in 0, 1." in told
 
 
 def test_modules_named_after_attention_in_which_none_was_seen_are_listed():
@@ -102,7 +102,7 @@ def test_modules_named_after_attention_in_which_none_was_seen_are_listed():
 
     found = audit(Both(), torch.randn(2, 13, 22))
     assert list(found.layers) == ["read"]
-    assert "No attention was seen in linear, idle, named after it." in found.unchecked
+    assert "Modules named after attention in which none ran: linear, idle." in found.unchecked
 
 
 def test_a_softmax_over_positions_that_is_no_attention_is_counted():
@@ -117,7 +117,7 @@ def test_a_softmax_over_positions_that_is_no_attention_is_counted():
 
     found = audit(Pooled(), torch.randn(2, 13, 22))
     assert found.unchecked == (
-        "1 softmax takes no product of two activations, in Pooled: no attention, or not understood.",
+        "1 softmax takes no product of two activations, in Pooled: not attention, or not recognised.",
     )
 
 
@@ -129,7 +129,7 @@ def test_a_softmax_over_positions_that_is_no_attention_is_counted():
         ("designs_of_axes.CrossCovariance", "channels attend to channels"),
         ("designs_of_scale.ScalableSoftmaxCausal", "differs from row to row"),
         ("designs_of_scale.ScalableSoftmaxInAKernel", "differs from row to row"),
-        ("structures.TalkingHeads", "was not understood"),
+        ("structures.TalkingHeads", "was not recognised"),
     ],
 )
 def test_what_could_not_be_checked_is_said_with_the_reason(name, why):

@@ -218,6 +218,6 @@ class Additive(nn.Module):
 @pytest.mark.parametrize("kind", [Synthesizer, Additive])
 def test_weights_of_no_product_that_mix_a_sequence_are_told_of(kind):
     model = nn.Sequential(Plain(33, 3), kind())
-    with pytest.warns(NotFollowedWarning, match="1 modules mix values"), attnscale.watch(model) as seen:
+    with pytest.warns(NotFollowedWarning, match="1 modules are left out"), attnscale.watch(model) as seen:
         model(torch.randn(2, 7, 33))
     assert seen.unfollowed == ["1"]

@@ -1,4 +1,4 @@
-"""Tracer: reads the operations of a running model one by one, and calls back at every softmax of scores."""
+"""Tracer: read the operations of a running model one by one, and call back at every softmax of scores."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,29 +10,29 @@ from attnscale.tracing import arithmetic, moving, products, softmaxes
 from attnscale.tracing.lineage import Lineage, Node, Operation, unknown
 from attnscale.tracing.roles import Product, Softmax
 
-# By ATen's names: einsum, matmul and `@` have become bmm and views by then, also in inference mode. The later know
-# more of an operation than the earlier, and hand on what they do not: a sum may be that of a product.
+# By ATen name: einsum, matmul and `@` arrive as bmm and views, also in inference mode. Later modules override the
+# readers of earlier ones, and call them for cases that they do not handle: a sum may belong to a product.
 READERS = moving.READERS | arithmetic.READERS | softmaxes.READERS | products.READERS
 
 
 class OnSoftmax(Protocol):
-    """Called at a softmax with its input, the node of that, and the axis; None where it is followed to no product."""
+    """Callback for a softmax, with its input, the input's node and the axis; returns None if no product is found."""
 
     def __call__(self, scores: Tensor, node: Node, axis: int, by: str = "") -> Softmax | None:
-        """`by`: the operation that the softmax is, where it is one."""
+        """`by` is the name of the operation, if the softmax is a single one."""
         ...
 
 
 class Tracer:
-    """Follows tensors from operation to operation, and notes where weights of unknown origin mix values.
+    """Follow tensors from operation to operation, and record where weights of unknown origin mix values.
 
-    `modules` returns those that are running, outermost first.
+    `modules` returns the running modules, outermost first.
     """
 
     def __init__(self, lineage: Lineage, modules: Callable[[], tuple[str, ...]], softmax: OnSoftmax) -> None:
         self.lineage, self.modules, self.softmax = lineage, modules, softmax
         self._not_understood: dict[str, None] = {}  # modules, in order
-        self._unnormalised: Counter[str] = Counter()  # times that exponentials mixed values and were not divided yet
+        self._unnormalised: Counter[str] = Counter()  # mixtures by exponentials that are not divided by their sum yet
 
     @property
     def module(self) -> str:
@@ -41,20 +41,20 @@ class Tracer:
 
     @property
     def unfollowed(self) -> list[str]:
-        """Modules that seem to attend in a way that was not understood."""
+        """Modules that seem to attend in an unrecognised way."""
         unnormalised = (name for name, times in self._unnormalised.items() if times > 0)
         return list(dict.fromkeys([*self._not_understood, *unnormalised]))
 
     def note_not_understood(self, module: str) -> None:
-        """Note that this module attends in a way that was not followed."""
+        """Record that this module attends in an unrecognised way."""
         self._not_understood[module] = None
 
     def mix_unnormalised(self, product: Product) -> None:
-        """Note that exponentials of these scores mix values before they are normalised."""
+        """Record that exponentials of these scores mix values before normalisation."""
         self._unnormalised[product.modules[-1]] += 1
 
     def are_normalised(self, product: Product) -> None:
-        """Note that what they mixed was divided by their sum."""
+        """Record that their mixture was divided by their sum."""
         self._unnormalised[product.modules[-1]] -= 1
 
     def read(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_mutable: bool) -> None:
@@ -72,5 +72,4 @@ class Tracer:
 
 
 def is_nested(value: Any) -> bool:
-    """Return True for a nested tensor."""
     return isinstance(value, Tensor) and value.is_nested

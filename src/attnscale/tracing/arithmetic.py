@@ -1,4 +1,4 @@
-"""Operations that change values: what multiplies, shifts, caps, hides or normalises."""
+"""Readers of operations that change values: multiply, add, cap, mask or normalise."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from attnscale.tracing.roles import (
     statistic_of,
 )
 
-Meant = Literal["times", "over", "plus", "minus", "rminus", "other"]  # by the code; what it does may be another
+Meant = Literal["times", "over", "plus", "minus", "rminus", "other"]  # as written; the effect may differ
 WITH_A_GAIN = ("native_layer_norm", "_fused_rms_norm")
 
 
 def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
-    """Read a sum or product of elements; `meant`: what it does to its first operand, and to its second."""
+    """Read an elementwise sum or product; `meant` is its meaning for the first and for the second operand."""
     operands = op.args[:2]
     side = _main_operand(op, operands)
     main, other = op.lineage.node(operands[side]), operands[1 - side]
@@ -58,7 +58,7 @@ def _note_scaled(node: Node) -> None:
 
 
 def _note_operand(step: Step, meant: Meant, second: Node | None) -> None:
-    """Note what was added to the value or multiplied with it; of a divisor and of a minuend, only its kind."""
+    """Record the node that was added or multiplied; for a divisor, only whether it is learned."""
     if meant in ("plus", "minus"):
         step.added = second
     elif meant == "rminus":
@@ -70,13 +70,13 @@ def _note_operand(step: Step, meant: Meant, second: Node | None) -> None:
 
 
 def _main_operand(op: Operation, operands: Sequence[Any]) -> int:
-    """Return which operand the result is an image of: activations before tables, whole ones before broadcast."""
+    """Return the operand to follow: activations before tables, full tensors before broadcast ones."""
     ranks = {}
     for side, operand in enumerate(operands):
         if isinstance(operand, Tensor):
             node = op.lineage.node(operand)
             followed = node.role is not None and node.role.is_image
-            is_new = not (isinstance(node.role, Scores) and node.role.of.has_softmax)  # not of a layer before
+            is_new = not (isinstance(node.role, Scores) and node.role.of.has_softmax)  # not from an earlier layer
             ranks[side] = (node.learned, followed, is_new, node.shape == op.shape, not node.parameter, -side)
     return max(ranks, key=ranks.__getitem__)
 
@@ -84,7 +84,7 @@ def _main_operand(op: Operation, operands: Sequence[Any]) -> int:
 def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[Effect, float | Tensor | None]:
     if second is None:
         number = _number(other)
-        if meant in ("times", "over"):  # once is what Python makes of 1 / x, and SDPA of a scale of 1
+        if meant in ("times", "over"):  # from 1 / x, and from SDPA with scale 1
             return ("same", number) if number == 1.0 else (meant, number) if number else ("other", None)
         return ("times", -1.0) if meant == "rminus" else ("plus", number if meant == "plus" else -number)
     if meant == "rminus":
@@ -92,7 +92,7 @@ def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[
     if meant == "minus" and isinstance(main.role, Scores) and _is_of_its_row(second, main.role):
         return "shift", other
     if meant in ("plus", "minus"):
-        is_table = other.is_floating_point() and not second.learned  # or a mask, which may be kept
+        is_table = other.is_floating_point() and not second.learned  # a table or mask
         return "plus", other if is_table else None
     if meant == "times" and isinstance(second.role, DropoutMask):
         return "drop", None
@@ -106,7 +106,7 @@ def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[
             return "norm", None
         return meant, other
     is_table = meant == "times" and main.role is None and not (second.learned or second.parameter)
-    return "other", other if is_table else None  # cosines of a rotary embedding
+    return "other", other if is_table else None  # a table, such as a rotary embedding's cosines
 
 
 def _is_of_its_row(node: Node, scores: Scores) -> bool:
@@ -165,7 +165,7 @@ def reduced(op: Operation) -> Result:
 
 
 def reduced_axes(op: Operation) -> list[int]:
-    """Return the dimensions that a reduction runs over, counted from the first."""
+    """Return the reduced dimensions as non-negative numbers."""
     rank, axes = len(op.node().shape), op.argument(1, "dim")
     if axes is None or axes == []:
         return list(range(rank))
@@ -182,7 +182,7 @@ def _norm(op: Operation) -> Result:
 
 
 def _batch_norm(op: Operation) -> Result:
-    """In evaluation a batch norm multiplies and adds constants: it is a part of the projection before it."""
+    """Read a batch norm; in evaluation it only multiplies and adds constants, like part of the projection."""
     if op.argument(5, "training") is False:
         return [moved(op.node(), op.shape, None, "other")]
     return _norm(op)

@@ -1,7 +1,7 @@
-"""The source of each element of a result: for each operation that moves elements, its coordinates backwards.
+"""Coordinate maps of operations that move elements, from the result back to an operand.
 
-A map takes points, an integer array (points, dimensions of the result), to the points of one operand; points that the
-operand does not hold are marked by a row of −1.
+A map takes points of the result, an integer array (points, dimensions), to points of one operand; points outside the
+operand become rows of −1.
 """
 
 import math
@@ -19,7 +19,7 @@ NOWHERE = -1
 
 
 def unmoved(points: Points) -> Points:
-    """Return the points of an operand whose elements stay where they were."""
+    """Map an operation that moves no elements."""
     return points
 
 
@@ -50,7 +50,7 @@ def transposed(rank: int, first: int, second: int) -> Map:
 
 
 def broadcast(source: Shape, rank: int) -> Map:
-    """Map an operand that was broadcast or expanded, whose sizes of one stand for all."""
+    """Map a broadcast or expanded operand."""
     missing = rank - len(source)
     return lambda points: points[:, missing:] * np.array([size != 1 for size in source], dtype=np.int64)
 
@@ -61,7 +61,7 @@ def sliced(axis: int, start: int, step: int = 1) -> Map:
 
 
 def chosen(axis: int, index: Indices) -> Map:
-    """Map a selection by indices: element `index[i]` of a dimension stands at i."""
+    """Map a selection by indices: element i of the result is element `index[i]` of the operand."""
     return _along(axis, lambda at: index[at])
 
 
@@ -75,7 +75,7 @@ def _along(axis: int, source_of: Callable[[Indices], Indices]) -> Map:
 
 
 def into_slice(axis: int, start: int, step: int, size: int) -> Map:
-    """Map an element of the whole to its place in a slice: the inverse of `sliced`."""
+    """Map points of the whole tensor to points of a slice: the inverse of `sliced`."""
 
     def forth(points: Points) -> Points:
         points = points.copy()
@@ -88,12 +88,12 @@ def into_slice(axis: int, start: int, step: int, size: int) -> Map:
 
 
 def selected(axis: int, index: int) -> Map:
-    """Map a selection of one index of a dimension, which is then gone."""
+    """Map a selection of one index, which removes the dimension."""
     return lambda points: np.insert(points, axis, index, axis=1)
 
 
 def reduced(source: Shape, axes: Sequence[int], keepdim: bool) -> Map:
-    """Map a sum or maximum over some dimensions, of which the first element stands for all."""
+    """Map a reduction over some dimensions to the first of the reduced elements."""
     gone = sorted(axis % len(source) for axis in axes) if source else []
 
     def back(points: Points) -> Points:
@@ -130,7 +130,7 @@ def stacked(axis: int, index: int) -> Map:
 
 
 def padded(source: Shape, before: Sequence[int]) -> Map:
-    """Map a padded tensor: `before` elements of the border stand first in each dimension."""
+    """Map a padded tensor, with `before` border elements at the start of each dimension."""
 
     def back(points: Points) -> Points:
         points = points - np.array(before, dtype=np.int64)
@@ -141,14 +141,14 @@ def padded(source: Shape, before: Sequence[int]) -> Map:
 
 
 def repeated(source: Shape, rank: int) -> Map:
-    """Map a repeated tensor: whole copies side by side."""
+    """Map a tensor repeated as whole copies."""
     missing = rank - len(source)
     sizes = np.maximum(np.array(source, dtype=np.int64), 1)
     return lambda points: points[:, missing:] % sizes
 
 
 def unfolded(axis: int, step: int) -> Map:
-    """Map windows of a dimension, whose elements stand in a new last dimension."""
+    """Map windows along a dimension, stored in a new last dimension."""
 
     def back(points: Points) -> Points:
         points, within = points[:, :-1].copy(), points[:, -1]

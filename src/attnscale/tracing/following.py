@@ -1,4 +1,4 @@
-"""Follows points of a tensor to the projection or product they come from, and notes what was done on the way."""
+"""Follow points of a tensor back to their projection or product, and record the operations in between."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,43 +16,43 @@ from attnscale.tracing.roles import Product, Scores
 
 @dataclass(slots=True)
 class Trace:
-    """Points followed back to one node, and what was done to their values on the way."""
+    """Points followed back to one node, and the operations on their values in between."""
 
     node: Node
-    index: Indices  # which of the points asked for
+    index: Indices  # indices into the requested points
     points: Points
     factor: NDArray[np.float64]
-    shift: NDArray[np.float64]  # what the row's own statistics subtracted, undone
-    counting: bool = True  # no normalisation passed yet: factors count
-    constant: bool = True  # the factors are numbers that the code gives, not tensors
-    caps: tuple[float, ...] = ()  # what each tanh on the way is multiplied by afterwards
-    biases: tuple[tuple[Tensor, float], ...] = ()  # added operands, and the factor that follows
-    fills: tuple[float, ...] = ()  # what replaces hidden elements
+    shift: NDArray[np.float64]  # amount subtracted by a statistic of the row, such as its maximum
+    counting: bool = True  # factors count, because no normalisation was passed yet
+    constant: bool = True  # all factors are numbers in the code, not tensors
+    caps: tuple[float, ...] = ()  # for each tanh, the factor that follows it
+    biases: tuple[tuple[Tensor, float], ...] = ()  # added operands, each with the factor that follows
+    fills: tuple[float, ...] = ()  # values written over hidden elements
     added: bool = False  # something was added, a bias or another product
-    other_scores: tuple[tuple[Node, float], ...] = ()  # of the products added, with their factors
+    other_scores: tuple[tuple[Node, float], ...] = ()  # other products added, with their factors
     normalised: bool = False
-    blended: bool = False  # passed an operation whose effect on the value is not known
+    blended: bool = False  # passed an operation with unknown effect on the values
     mixed: bool = False  # passed a projection that sums over heads
-    dropped: bool = False  # some were set to zero at random
-    detached: bool = False  # no gradient goes further
+    dropped: bool = False  # dropout set some to zero
+    detached: bool = False  # no gradient flows further back
     kept: bool = False  # passed a cache
     learned_factor: bool = False  # a parameter of the model is among the factors
-    computed_factor: bool = False  # a number that was computed from activations is among them
-    learned_terms: int = 0  # terms that were added and are neither numbers nor tables
-    shared_out: bool = False  # a parameter is the share of these values in a sum of several
+    computed_factor: bool = False  # a number computed from activations is among the factors
+    learned_terms: int = 0  # added terms other than numbers and tables
+    shared_out: bool = False  # one of several terms, multiplied by a learned weight
     after_caps: tuple[float, ...] = ()  # factors that follow a tanh, one by one
-    under_cap: tuple[float | Tensor, ...] = ()  # what was filled in or added before a tanh
-    amplitude: float | None = None  # of a rotation, √(cos² + sin²); None: there was none
-    signed: bool = True  # no rotation or unknown operation passed: the sign of the factor is that of the values
+    under_cap: tuple[float | Tensor, ...] = ()  # fills and biases applied before a tanh
+    amplitude: float | None = None  # of a rotation, √(cos² + sin²); None without rotation
+    signed: bool = True  # sign of the factor is valid: no rotation or unknown operation passed
 
-    def keep(self, held: NDArray[np.bool_], points: Points) -> None:
-        """Go on with some of the points, which are here now."""
-        self.points, self.index = points, self.index[held]
-        self.factor, self.shift = self.factor[held], self.shift[held]
+    def keep(self, subset: NDArray[np.bool_], points: Points) -> None:
+        """Restrict the trace to a subset of its points, at new coordinates."""
+        self.points, self.index = points, self.index[subset]
+        self.factor, self.shift = self.factor[subset], self.shift[subset]
 
 
 def follow(node: Node, points: Points, product: Product | None = None) -> list[Trace]:
-    """Follow points of a node back to where their lineage begins, or to the product they are an image of."""
+    """Follow points back to the start of their lineage, or to `product` if they are images of it."""
     whole = np.arange(len(points))
     traces = [Trace(node, whole, points, np.ones(len(points)), np.zeros(len(points)))]
     ends = []
@@ -73,7 +73,7 @@ def _is_image_of(product: Product, node: Node) -> bool:
 
 
 def parts_of(steps: Sequence[Step], points: Points) -> Iterator[tuple[Step, NDArray[np.bool_], Points]]:
-    """Yield the parts of a concatenation that hold points: which those are, and where in the part."""
+    """Yield each part of a concatenation that contains points, a mask of these points, and their coordinates in it."""
     left = np.ones(len(points), dtype=bool)
     for step in steps:
         at = points if step.back is None else step.back(points)
@@ -140,7 +140,7 @@ def _walk(trace: Trace, step: Step) -> None:
 
 
 def _note_rotation(trace: Trace, step: Step) -> None:
-    """Note the amplitude of x·cos + y·sin, where both are tables."""
+    """Record the amplitude of x·cos + y·sin if cos and sin are tables."""
     tables = [_table(node) for node in (step.parent, step.added) if node is not None]
     if len(tables) == 2 and tables[0] is not None and tables[1] is not None:
         cos, sin = (values_at(table, trace.points) for table in tables)
@@ -148,7 +148,7 @@ def _note_rotation(trace: Trace, step: Step) -> None:
 
 
 def _table(node: Node) -> Tensor | None:
-    """Return the table that a value was just multiplied by, element by element; numbers may follow it."""
+    """Return the table in the value's last elementwise product, perhaps followed by constant factors; None if none."""
     while len(node.steps) == 1 and node.steps[0].effect in ("same", "times", "over") and node.steps[0].back is None:
         node = node.steps[0].parent
     last = node.steps[0] if len(node.steps) == 1 else None
@@ -178,28 +178,28 @@ def values_at(operand: float | Tensor | None, points: Points) -> NDArray[np.floa
 
 
 class ProjectionPath(NamedTuple):
-    """The operations on queries, or keys, since their projection."""
+    """Summary of the operations on queries, or keys, since their projection."""
 
-    factor: NDArray[np.float64]  # of each point: what multiplied it since
+    factor: NDArray[np.float64]  # factor on each point
     normalised: bool
-    width: int | None  # of what was projected
+    width: int | None  # width of the projection's input
     constant: bool  # the factors are the same at every step
-    learned_factor: bool = False  # a parameter of the model is among them
+    learned_factor: bool = False  # a parameter of the model is among the factors
     detached: bool = False  # no gradient reaches the projection
-    lost: bool = False  # they come from activations by an operation that was not understood, not from a projection
-    source: object = None  # the token of what was projected
-    shared_out: bool = False  # they are one of several terms, and a parameter says how much of it
+    lost: bool = False  # made from activations by an unrecognised operation instead of a projection
+    source: object = None  # token of the projection's input
+    shared_out: bool = False  # one of several terms, multiplied by a learned weight
     is_signed: bool = True  # the sign of the factor is known
-    computed_factor: bool = False  # a number that was computed from activations is among them
+    computed_factor: bool = False  # a number computed from activations is among the factors
 
     @property
     def signed_factor(self) -> NDArray[np.float64]:
-        """The factor; its absolute value where its sign is not known."""
+        """Factor, or its absolute value if the sign is unknown."""
         return self.factor if self.is_signed else np.abs(self.factor)
 
 
 def projection_path(traces: list[Trace], count: int) -> ProjectionPath:
-    """Return how so many points that were followed came from their projection."""
+    """Summarise the traces of `count` points as their path from the projection."""
     factor = np.ones(count)
     for trace in traces:
         factor[trace.index] = trace.factor
@@ -221,12 +221,12 @@ def projection_path(traces: list[Trace], count: int) -> ProjectionPath:
 
 
 def channels(node: Node, points: Points) -> list[tuple[object, ...]]:
-    """Return which output of which projection each point of a query or key comes from, which tells heads apart."""
+    """Return the projection output behind each point of a query or key, which identifies its head."""
     return channels_along(follow(node, points), len(points))
 
 
 def channels_along(traces: list[Trace], count: int) -> list[tuple[object, ...]]:
-    """Return which output of which projection each of so many points that were followed comes from."""
+    """Return the projection output behind each of `count` followed points."""
     found: list[tuple[object, ...]] = [()] * count
     for trace in traces:
         for at, channel in zip(trace.index.tolist(), _channels_at(trace.node, trace.points), strict=True):
@@ -263,7 +263,7 @@ def _neighbours(node: Node, axis: int) -> list[tuple[object, ...]] | None:
 
 
 def _channels_at(node: Node, points: Points) -> list[tuple[object, ...]]:
-    if node.projection is None:  # not projected: heads are cut from the features, or stand third from the end
+    if node.projection is None:  # not projected: heads are a slice of the features, or the third-last axis
         apart = points[:, -3] if points.shape[1] > 3 else np.zeros(len(points), dtype=np.int64)
         return [(id(node), int(feature), int(head)) for feature, head in zip(points[:, -1], apart, strict=True)]
     keys: list[tuple[object, ...]] = [()] * len(points)

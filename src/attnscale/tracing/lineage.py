@@ -1,7 +1,7 @@
-"""Lineage: which operations made a tensor, as far back as the projection or the product it comes from.
+"""Lineage: the operations that made a tensor, back to its projection or product.
 
-Nodes hold shapes and small operands, not activations: the lineage keeps nothing alive that the model let go of, except
-the two operands of a product until its softmax.
+Nodes hold shapes and small operands, not activations. The only activations that a lineage keeps alive are the two
+operands of a product, until its softmax.
 """
 
 import math
@@ -19,22 +19,22 @@ from attnscale.tracing.roles import Effect, Role, Scores, role_of_parts, statist
 if TYPE_CHECKING:
     from attnscale.tracing import Tracer
 
-LONGEST = 200  # operations between a projection and its use; a residual stream is longer, and leads nowhere
+LONGEST = 200  # limit on operations between a projection and its use; only residual streams are longer
 
 
 @dataclass(frozen=True)
 class View:
-    """The way from a view to the tensor it is a view of, for what is written to the view."""
+    """Link from a view to its base tensor, to follow writes to the view."""
 
-    forth: Map  # from a point of the whole to a point of the view
+    forth: Map  # maps points of the base to points of the view
     whole: TensorWeakRef
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One operation, seen from its result: the operand to follow, and what was done to it.
+    """One operation: the operand to follow from its result, and the effect on the operand.
 
-    `effect` is what happens to the value: "same", "detach" (no gradient goes back), "drop" (some are zero at random),
+    `effect` is the change of the value: "same", "detach" (no gradient flows back), "drop" (some are zero at random),
     "times" or "over" an operand, "plus" an operand, "shift" (a statistic of its own row was subtracted), "fill" (some
     elements were replaced), "tanh", "exp", "norm" (its length was divided out), "pair" (two became a complex number),
     or "other".
@@ -44,36 +44,36 @@ class Step:
     back: Map | None = None  # None: same coordinates
     effect: Effect = "same"
     operand: float | Tensor | None = None
-    view: View | None = None  # the result shares the operand's memory
-    other_scores: "Node | None" = None  # what was added, where that is an image of another product
-    added: "Node | None" = None  # to the value; after a normalisation, its own bias
-    multiplied: "Node | None" = None  # with the value; after a normalisation, its own gain
-    is_cache: bool = False  # the result holds what was computed before
+    view: View | None = None  # set if the result shares the operand's memory
+    other_scores: "Node | None" = None  # added node, if an image of another product
+    added: "Node | None" = None  # node added to the value; for a normalisation, its bias
+    multiplied: "Node | None" = None  # node multiplied with it; for a normalisation, its gain
+    is_cache: bool = False  # the result contains values of an earlier call
 
     @property
     def only_moves(self) -> bool:
-        """True if it moved elements and changed none."""
+        """True if the operation moved elements and changed none."""
         return self.effect == "same" and (self.view is not None or self.back is not None) and not self.is_cache
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A tensor's place in the lineage."""
+    """A tensor in the lineage."""
 
     shape: Shape
-    steps: tuple[Step, ...] = ()  # several for a concatenation: each holds some of the points
+    steps: tuple[Step, ...] = ()  # several for a concatenation, one per part
     learned: bool = False  # comes from a projection or a product, not from inputs, masks and tables alone
     parameter: bool = False  # comes from parameters alone
-    name: str | None = None  # of the parameter of the model that it is
+    name: str | None = None  # name of the model parameter, if it is one
     depth: int = 0
-    used: bool = False  # another operation took it
-    projection: "Projection | None" = None  # it is the result of one
-    role: Role | None = None  # on the way from a product to mixed values; None: not on it
-    token: object = field(default_factory=object)  # identifies it when it is gone
+    used: bool = False  # another operation read it
+    projection: "Projection | None" = None  # set if it is the result of a projection
+    role: Role | None = None  # between a product and mixed values; None elsewhere
+    token: object = field(default_factory=object)  # identity that outlives the node
 
     @property
     def whole(self) -> "Node":
-        """The tensor with the same elements that it is a view or a copy of, or itself."""
+        """Earliest node with the same elements, through views and copies."""
         node, size = self, math.prod(self.shape)
         while len(node.steps) == 1 and node.steps[0].effect == "same":
             parent = node.steps[0].parent
@@ -85,20 +85,20 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """Activations times a parameter: where queries and keys begin."""
+    """Activations times a parameter: the start of queries and keys."""
 
     weight: Node
-    channel: Map  # from a point of the result to the point of the weight that made it
-    width: int  # features going in
-    inputs: tuple[int, ...]  # the axes of the weight that are summed over
+    channel: Map  # maps points of the result to points of the weight
+    width: int  # input features
+    inputs: tuple[int, ...]  # axes of the weight that are summed over
     bias: Node | None = None
-    source: object = None  # the token of the activations
+    source: object = None  # token of the activations
 
 
 def moved(
     parent: Node, shape: Shape, back: Map | None, effect: Effect = "same", operand: float | Tensor | None = None
 ) -> Node:
-    """Return the node of a result that holds the elements of its parent, elsewhere or changed one by one."""
+    """Return the node of a result that moves, or changes elementwise, the elements of its parent."""
     if parent.depth >= LONGEST:
         return Node(shape, learned=parent.learned, parameter=parent.parameter)
     return Node(
@@ -112,7 +112,7 @@ def moved(
 
 
 def joined(shape: Shape, steps: list[Step]) -> Node:
-    """Return the node of a result that is put together of parts."""
+    """Return the node of a result made of several parts."""
     parents = [step.parent for step in steps]
     learned, depth = any(parent.learned for parent in parents), max((parent.depth for parent in parents), default=0)
     if depth >= LONGEST:
@@ -136,12 +136,12 @@ class _Entry(weakref.ref[Tensor]):
 
 
 class Lineage:
-    """The nodes of the tensors of a running model, for as long as the tensors live."""
+    """Nodes of a running model's tensors, each for the lifetime of its tensor."""
 
     def __init__(self, name_of: Callable[[Tensor], str | None] = lambda tensor: None) -> None:
         self._name_of = name_of
         self._entries: dict[int, _Entry] = {}
-        lineage = weakref.ref(self)  # which the callback must not keep alive
+        lineage = weakref.ref(self)  # weak, so that the callback does not keep it alive
 
         def forget(gone: weakref.ref[Tensor]) -> None:
             own = lineage()
@@ -151,11 +151,11 @@ class Lineage:
         self._forget = forget
 
     def node(self, tensor: Tensor) -> Node:
-        """Return the node of a tensor; one never seen begins a lineage."""
+        """Return the node of a tensor; a new tensor starts a lineage."""
         node = self.known(tensor)
         if node is not None and (node.learned or node.name is not None):
             return node
-        name = self._name_of(tensor)  # FSDP2 puts a parameter together by operations, under tensor parallel its part
+        name = self._name_of(tensor)  # operations of FSDP2 make parameters, or their parts under tensor parallelism
         if node is None or name is not None:
             is_parameter = name is not None or isinstance(tensor, nn.Parameter)
             node = Node(shape_of(tensor), parameter=is_parameter, name=name)
@@ -163,30 +163,30 @@ class Lineage:
         return node
 
     def known(self, tensor: Tensor) -> Node | None:
-        """Return the node of a tensor seen before."""
+        """Return the node of a tensor; None for a new tensor."""
         entry = self._entries.get(id(tensor))
         return entry.node if entry is not None and entry() is tensor else None
 
     def write(self, tensor: Tensor, node: Node) -> None:
-        """Note what a tensor is now."""
+        """Set the node of a tensor."""
         entry = _Entry(tensor, self._forget)
         entry.key, entry.node = id(tensor), node
         self._entries[entry.key] = entry
 
     def write_through(self, view: Node, written: Node) -> None:
-        """Note a write to a view: what it is a view of now holds what was written, and elsewhere what it held."""
+        """Record a write to a view: its base now holds the written values there, and its old values elsewhere."""
         while len(view.steps) == 1 and (link := view.steps[0].view) is not None:
             view, tensor = view.steps[0].parent, link.whole()
-            held = view if tensor is None else self.node(tensor)
-            if max(written.depth, held.depth) >= LONGEST:
+            old = view if tensor is None else self.node(tensor)
+            if max(written.depth, old.depth) >= LONGEST:
                 return
-            written = joined(held.shape, [Step(written, link.forth), Step(held)])
+            written = joined(old.shape, [Step(written, link.forth), Step(old)])
             if tensor is not None:
                 self.write(tensor, written)
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """Return the shape; nested tensors have none."""
+    """Return the shape; () for nested tensors."""
     return () if tensor.is_nested else tuple(tensor.shape)
 
 
@@ -194,7 +194,7 @@ Result = Node | Sequence[Node | None]
 
 
 class Operation:
-    """One call of an ATen operation, which has run."""
+    """One completed call of an ATen operation."""
 
     __slots__ = ("args", "kwargs", "name", "result", "shape", "tracer")
 
@@ -203,7 +203,7 @@ class Operation:
         self.args, self.kwargs, self.result, self.tracer = args, kwargs, result, tracer
         if not isinstance(result, Tensor):
             result = result[0] if isinstance(result, (tuple, list)) and result else None
-        self.shape: Shape = shape_of(result) if isinstance(result, Tensor) else ()  # of the first of several results
+        self.shape: Shape = shape_of(result) if isinstance(result, Tensor) else ()  # shape of the first result
 
     @property
     def lineage(self) -> Lineage:
@@ -219,7 +219,7 @@ class Operation:
         return self.tracer.lineage.node(self.args[index])
 
     def nodes(self) -> list[Node]:
-        """Return the nodes of all tensor arguments, also of those in lists."""
+        """Return the nodes of all tensor arguments, including those in lists."""
         flat = [item for arg in self.args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
         return [self.lineage.node(item) for item in flat if isinstance(item, Tensor)]
 
@@ -228,18 +228,18 @@ Reader = Callable[[Operation], Result]
 
 
 def widened(parent: Node, shape: Shape) -> Map | None:
-    """Return the coordinates of an operand that was broadcast to this shape; None: they are the same."""
+    """Return the map of an operand broadcast to this shape; None if the shape is unchanged."""
     return None if parent.shape == shape else broadcast(parent.shape, len(shape))
 
 
 def unknown(op: Operation) -> Result:
-    """Read an operation that nothing is known of."""
+    """Read an operation without a reader of its own."""
     node = opaque(op)
     return [node] if isinstance(op.result, (tuple, list)) else node
 
 
 def opaque(op: Operation) -> Node:
-    """Return a node that takes an operation for elementwise if its result has an operand's shape, else a beginning."""
+    """Return a node that assumes an elementwise operation if shapes match, else a new lineage."""
     shape, parents = op.shape, op.nodes()
     like = [parent for parent in parents if parent.shape == shape]
     main = max(like, key=lambda parent: (isinstance(parent.role, Scores), parent.learned), default=None)

@@ -1,4 +1,4 @@
-"""Operations that move elements, or leave them be: views, copies, joins."""
+"""Readers of operations that move or copy elements: views, copies, concatenations."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ from attnscale.tracing.roles import DropoutMask
 
 
 def _viewed(op: Operation, back: Map, forth: Map) -> Node:
-    """Return the node of a view, which shares the memory of its operand: writing to it writes to both."""
+    """Return the node of a view, linked to its operand because a write changes both."""
     node = moved(op.node(), op.shape, back)
     if node.steps:
         node.steps[0].view = View(forth, TensorWeakRef(op.args[0]))
@@ -35,7 +35,7 @@ def _viewed(op: Operation, back: Map, forth: Map) -> Node:
 
 
 def _copied(back: Callable[[Operation], Map | None]) -> Reader:
-    """Return the reader of an operation whose result holds elements of its first operand, where `back` says."""
+    """Return a reader for operations that copy elements of their first operand; `back` maps the coordinates."""
     return lambda op: moved(op.node(), op.shape, back(op))
 
 
@@ -45,7 +45,7 @@ def _alias(op: Operation) -> Node:
 
 def _detach(op: Operation) -> Node:
     node = _alias(op)
-    if node.steps and not inside_nested_tensors():  # which detach what they hold, and have their own gradients
+    if node.steps and not inside_nested_tensors():  # nested tensors detach their values but have own gradients
         node.steps[0].effect = "detach"
     return node
 
@@ -125,9 +125,9 @@ def _index_select(op: Operation) -> Node:
 
 
 def _index(op: Operation) -> Node:
-    """Read x[:, [2, 0]]: one list of numbers among whole dimensions."""
-    given = [(axis, index) for axis, index in enumerate(op.args[1]) if index is not None]
-    return _chosen(op, *given[0]) if len(given) == 1 else opaque(op)
+    """Read x[:, [2, 0]]: one list of indices among full slices."""
+    indices = [(axis, index) for axis, index in enumerate(op.args[1]) if index is not None]
+    return _chosen(op, *indices[0]) if len(indices) == 1 else opaque(op)
 
 
 def _chosen(op: Operation, axis: int, index: Tensor) -> Node:
@@ -139,13 +139,13 @@ def _chosen(op: Operation, axis: int, index: Tensor) -> Node:
 
 
 def _topk(op: Operation) -> Result:
-    """Read the largest k, as a router takes of its logits; of scores it is not known which keys they are."""
+    """Read topk of values such as router logits; topk of scores is opaque, because their keys become unknown."""
     parent = op.node()
     return [opaque(op) if parent.role is not None else moved(parent, op.shape, None, "other"), None]
 
 
 def _mean(op: Operation) -> Result:
-    """Read a mean over positions, which lets a factor through; of scores or weights it is a statistic."""
+    """Read a mean over positions, which preserves factors; a mean of scores or weights is a statistic."""
     parent, plain = op.node(), arithmetic.reduced(op)
     if not isinstance(plain, Node) or parent.role is not None or not parent.learned:
         return plain
@@ -157,7 +157,7 @@ def _cat(op: Operation) -> Node:
     axis = op.argument(1, "dim", 0) % max(len(op.shape), 1)
     steps, start = [], 0
     for tensor in op.args[0]:
-        if len(tensor.shape) != len(op.shape):  # torch lets an empty one through
+        if len(tensor.shape) != len(op.shape):  # torch ignores empty tensors of another rank
             continue
         stop = start + tensor.shape[axis]
         steps.append(Step(op.lineage.node(tensor), coordinates.piece(axis, start, stop)))
@@ -177,9 +177,9 @@ def _copy(op: Operation) -> Node:
 
 
 def _written_into(op: Operation) -> Node:
-    """Read a cache that received new keys, or a padded batch its tokens: elsewhere it holds what it held before.
+    """Read a write into a cache or a padded batch; other elements keep their values.
 
-    One number in the place of some scores, as in `scores[mask] = -inf`, hides them.
+    One number written over some scores, as in `scores[mask] = -inf`, hides them.
     """
     if op.name == "index_put" and op.args[2].numel() == 1 and not op.node(2).learned:
         return moved(op.node(), op.shape, None, "fill", float(op.args[2]))
@@ -189,7 +189,7 @@ def _written_into(op: Operation) -> Node:
     if own != len(op.shape) and not is_packed:
         return opaque(op)
     last = np.array([size - 1 for size in source.shape])
-    if is_packed:  # all positions in one; which is which, the mask knows
+    if is_packed:  # packed positions share one axis; their coordinates depend on the mask
         last[0] = 0
     node = moved(source, op.shape, lambda points: np.minimum(points[:, -own:], last))
     for step in node.steps:

@@ -1,7 +1,7 @@
-"""Rows of the parameters that make the queries, or the keys, of each head: multiply those, and you multiply these.
+"""Find the parameter rows that make each head's queries or keys: scaling these rows scales the queries or keys.
 
-From a query back to its projection every step must let a factor through: what moves elements, multiplies or adds does,
-where what is added takes the factor too. A normalisation does not, so behind one the gain stands for the weight.
+Each operation between a query and its projection must preserve a factor. Moves and products do; a sum does if all its
+terms are scaled. A normalisation does not, so after one the rows of its gain are used instead of the weight's.
 """
 
 import math
@@ -18,15 +18,15 @@ from attnscale.tracing.roles import Scores
 
 
 class UntraceableError(Exception):
-    """No parameters whose multiples are multiples of the queries, or keys; the message says why."""
+    """No parameters scale exactly these queries or keys; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter that takes part in the queries or keys: row `rows[i]` of it, in feature `features[i]` of a head.
+    """A parameter that makes queries or keys: its row `rows[i]` makes feature `features[i]` of head `heads[i]`.
 
-    A row is what makes one feature: all elements along the axes `across`, which the projection sums over. Rows are
-    counted over the other axes, in order.
+    A row holds all elements along the axes `across`, which the projection sums over. Row numbers are flat indices over
+    the other axes.
     """
 
     parameter: str
@@ -35,24 +35,24 @@ class Source:
     heads: Indices
     features: Indices
     rows: Indices
-    offset: float = 0.0  # the values count with this added: Gemma's gain is 1 + weight
+    offset: float = 0.0  # added to the values before use: Gemma's gain is 1 + weight
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Queries or keys at some positions of one batch entry, to be followed to the parameters that made them."""
+    """Queries or keys at some positions of one batch entry, which can be followed to their parameters."""
 
     node: Node
-    points: Points  # (positions · heads, rank): the first feature of each
+    points: Points  # (positions · heads, rank): first feature of each vector
     heads: int
-    axis: int  # along which the features lie
+    axis: int  # axis of the features
     features: int
     known: "tuple[Source, ...] | UntraceableError | None" = None
 
     def sources(self) -> tuple[Source, ...]:
-        """Return everything that must be multiplied for the queries, or keys, to be multiplied."""
+        """Return all parameter rows that must be scaled together to scale the queries or keys."""
         if isinstance(self.known, UntraceableError):
-            raise UntraceableError(*self.known.args)  # another: this one would hold the frames that raise it
+            raise UntraceableError(*self.known.args)  # a new error: raising the stored one would keep frames alive
         if self.known is not None:
             return self.known
         points = np.repeat(self.points, self.features, axis=0)
@@ -66,7 +66,7 @@ class Origin:
         return sources
 
     def _check_positions(self, found: "list[list[_Part]]") -> None:
-        """Refuse values that a parameter holds for each position, of which most were not looked at."""
+        """Refuse parameters with different values per position, because only some positions were followed."""
         size, known = self.heads * self.features, dict[str, list[bytes]]()
         for parts in (parts for parts in found if not parts[0].across):
             for position in range(len(self.points) // self.heads):
@@ -78,17 +78,17 @@ class Origin:
                         raise UntraceableError(f"{source.parameter} makes them, and differs from position to position")
 
     def resolved(self) -> "Origin":
-        """Return an origin that knows its sources and has let go of the lineage."""
+        """Return an origin with its sources computed and without reference to the lineage."""
         try:
             sources: tuple[Source, ...] | UntraceableError = self.sources()
         except UntraceableError as error:
-            sources = error.with_traceback(None)  # its frames hold the lineage
+            sources = error.with_traceback(None)  # its frames reference the lineage
         return replace(self, node=Node(self.node.shape), points=self.points[:0], known=sources)
 
     def amplitude(self) -> float:
-        """Return what rotations multiply these by, the furthest from one of first and last features; NaN: no rotation.
+        """Return the amplitude of rotations, √(cos² + sin²); NaN without rotation.
 
-        Some models rotate the last features of a head only.
+        Of the first and last features, return the amplitude further from one: some models rotate only the last.
         """
         last = self.points.copy()
         last[:, self.axis] += self.features - 1
@@ -108,7 +108,7 @@ class Origin:
 
 
 def projected_origin(weight: Node, bias: Node | None, first: int, heads: int, features: int) -> Origin:
-    """Return the origin of queries, or keys, that a kernel projects inside by rows of its weight from `first` on."""
+    """Return the origin of queries or keys projected inside a kernel, by rows of its weight starting at `first`."""
     shape = (heads, features)
 
     def row(at: Points) -> Points:
@@ -122,7 +122,7 @@ def projected_origin(weight: Node, bias: Node | None, first: int, heads: int, fe
 
 
 def sampled_origin(node: Node, axis: int) -> Origin | None:
-    """Return the origin of values (…, positions, features): of the first and last head, at the first position."""
+    """Return the origin of values (…, positions, features), for the first and last head at the first position."""
     if len(node.shape) < 2 or not all(node.shape):
         return None
     ends = np.zeros((2, len(node.shape)), dtype=np.int64)
@@ -131,13 +131,13 @@ def sampled_origin(node: Node, axis: int) -> Origin | None:
 
 
 def released(origin: Origin) -> Origin:
-    """Resolve an origin now where its lineage holds activations; else when it is asked for."""
+    """Resolve an origin now if its lineage holds activations; other origins are resolved on demand."""
     return origin.resolved() if isinstance(origin.node.role, Scores) else origin
 
 
 @dataclass
 class Origins:
-    """Origins of the queries, keys and values of one attention; None where there is nothing to follow."""
+    """Origins of the queries, keys and values of one attention; None if they cannot be followed."""
 
     query: Origin | None = None
     key: Origin | None = None
@@ -146,7 +146,7 @@ class Origins:
 
 @dataclass(frozen=True)
 class _Part:
-    """Points `index` of those asked for, found in a parameter."""
+    """Points located in a parameter; `index` refers to the requested points."""
 
     name: str
     shape: Shape
@@ -154,10 +154,9 @@ class _Part:
     at: Points
     across: tuple[int, ...] = ()
     offset: float = 0.0
-    factor: float = 1.0  # of parameter and offset; NaN: not one number
+    factor: float = 1.0  # factor on (parameter + offset); NaN if not a constant
 
     def only(self, chosen: NDArray[np.bool_]) -> "_Part":
-        """Return the part with the chosen points."""
         return replace(self, index=self.index[chosen], at=self.at[chosen])
 
 
@@ -173,11 +172,11 @@ def _parts(node: Node, index: Indices, points: Points) -> list[_Part]:
     if step.effect == "norm":
         return _gains(step, index, points)
     if step.effect in ("tanh", "exp", "shift") or (step.effect == "other" and step.multiplied is None):
-        raise UntraceableError("they pass an operation through which a factor does not go")
+        raise UntraceableError("they pass an operation that does not preserve a factor")
     if step.multiplied is not None and step.multiplied.learned:
         raise UntraceableError("they are multiplied by activations")
     if step.multiplied is not None and step.multiplied.parameter:
-        if not node.learned:  # a weight that is a direction times its length: its length
+        if not node.learned:  # weight normalisation: scale the length, not the direction
             return _operand(step.multiplied, index, points)
         try:
             return _through(step, index, points)
@@ -188,8 +187,8 @@ def _parts(node: Node, index: Indices, points: Points) -> list[_Part]:
 
 def _through(step: Step, index: Indices, points: Points) -> list[_Part]:
     at = points if step.back is None else step.back(points)
-    held = (at != NOWHERE).all(1)
-    found, at = (index, at) if held.all() else (index[held], at[held])
+    inside = (at != NOWHERE).all(1)
+    found, at = (index, at) if inside.all() else (index[inside], at[inside])
     parts = _parts(step.parent, found, at)
     if step.effect == "pair":  # the imaginary part
         parts += _parts(step.parent, found, at + np.eye(at.shape[1], dtype=np.int64)[-1])
@@ -212,7 +211,7 @@ def _operand(node: Node, index: Indices, points: Points) -> list[_Part]:
 
 def _gains(step: Step, index: Indices, points: Points) -> list[_Part]:
     if step.multiplied is None:
-        raise UntraceableError("they are normalised, and no gain follows")
+        raise UntraceableError("they are normalised, and the normalisation has no gain")
     bias = [] if step.added is None else _operand(step.added, index, points)
     return _operand(step.multiplied, index, points) + bias
 
@@ -226,9 +225,9 @@ def _beginning(node: Node, index: Indices, points: Points) -> list[_Part]:
 
 
 def _weight(projection: Projection, index: Indices, points: Points) -> list[_Part]:
-    """Return the rows of a projection's weight and of its bias; the first and last input show where its inputs lie."""
+    """Return the rows of a projection's weight and bias; its first and last input reveal the input axes."""
     if projection.weight.learned:
-        raise UntraceableError("their projection is no parameter of the model")
+        raise UntraceableError("the weight of their projection is not a parameter of the model")
     first = projection.channel(points)
     last = first.copy()
     for axis in projection.inputs:
@@ -239,14 +238,14 @@ def _weight(projection: Projection, index: Indices, points: Points) -> list[_Par
         across = tuple(int(axis) for axis in (start.at != end.at).any(0).nonzero()[0])
         summed = math.prod(projection.weight.shape[axis] for axis in projection.inputs)
         if start.name != end.name or (across and math.prod(start.shape[axis] for axis in across) != summed):
-            raise UntraceableError("their projection is put together of several parameters")
+            raise UntraceableError("their projection combines several parameters")
         found.append(replace(start, across=across))
     bias = [] if projection.bias is None else _operand(projection.bias, index, points)
     return found + bias
 
 
 def _check_rows(sources: Sequence[Source]) -> None:
-    """Check that every feature has a row; where some were lost on the way, scaling the others would bend the scores."""
+    """Check that every feature has a row of its own; scaling only some features would distort the scores."""
     features: dict[int, set[int]] = {}
     rows: dict[int, set[tuple[str, int]]] = {}
     for source in (source for source in sources if source.across):
@@ -256,4 +255,4 @@ def _check_rows(sources: Sequence[Source]) -> None:
             features.setdefault(head, set()).add(feature)
             rows.setdefault(head, set()).add((source.parameter, row))
     if any(len(rows[head]) < len(features[head]) for head in features):
-        raise UntraceableError("not all of their features could be told apart")
+        raise UntraceableError("some of their features could not be matched to a row of a parameter")

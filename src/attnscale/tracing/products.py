@@ -1,4 +1,4 @@
-"""Matrix products of the running model: projections, scores, and values mixed by weights."""
+"""Readers of matrix products: projections, scores, and values mixed by weights."""
 
 import math
 from typing import NamedTuple
@@ -26,13 +26,13 @@ from attnscale.tracing.roles import (
     WeightStatistic,
 )
 
-OPERANDS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # where the two stand
-MOST_ENTRIES = 256  # heads of batch entries whose key and value are looked up
-NOTHING = 1e-6  # a row that weighs less was hidden as a whole
+OPERANDS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # argument positions of both factors
+MOST_ENTRIES = 256  # limit on (batch, head) entries whose key and value are compared
+NOTHING = 1e-6  # a row with a smaller sum is fully masked
 
 
 def _matrix_product(op: Operation) -> Node:
-    """Read a projection, scores, or mixed values, which is told by the operands."""
+    """Read a matrix product: a projection, scores or mixed values, depending on its operands."""
     operands = tuple(op.args[index] for index in OPERANDS[op.name])
     left, right = (op.lineage.node(operand) for operand in operands)
     beta = op.kwargs.get("beta", 1.0) if op.name in ("addmm", "baddbmm") else 0.0
@@ -46,10 +46,10 @@ def _matrix_product(op: Operation) -> Node:
     mixed = _mixed(op, (left, right), operands)
     if mixed is not None:
         return mixed
-    if len(op.shape) == 2 and left.learned != right.learned:  # a weight that is no Parameter: sharded, or quantised
+    if len(op.shape) == 2 and left.learned != right.learned:  # a sharded or quantised weight is not a Parameter
         return _projected_by(op.shape, left, right, weight=0 if right.learned else 1, bias=added)
     node = Node(op.shape, learned=left.learned or right.learned)
-    if operands[0].shape[-1] >= 2:  # else every pair of two vectors, as in a table of rotary angles
+    if operands[0].shape[-1] >= 2:  # an outer product, such as a table of rotary angles, is not scores
         _are_scores(op, node, operands)
     return node
 
@@ -64,7 +64,7 @@ def _are_scores(op: Operation, node: Node, operands: tuple[Tensor, ...], learned
 
 
 def _notice_unknown_weights(op: Operation, operands: tuple[Node, Node]) -> None:
-    """Notice weights of unknown origin that mix activations: an attention that was not followed, or a router."""
+    """Record weights of unknown origin that mix activations: an attention that was not followed, unless a router."""
     if all(operand.learned for operand in operands):
         for (weights, values), axis in ((operands, -2), (operands[::-1], -1)):
             role = weights.role
@@ -73,14 +73,14 @@ def _notice_unknown_weights(op: Operation, operands: tuple[Node, Node]) -> None:
 
 
 def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]) -> Node | None:
-    """Read values summed with weights, or with exponentials that are yet to be normalised; None: neither is one."""
+    """Read a product of values with weights or unnormalised exponentials; None for other products."""
     own = [node.role.softmax if isinstance(node.role, (Weights, WeightStatistic)) else None for node in nodes]
-    if own[0] is not None and own[0] is own[1]:  # an inverse of the weights, say, not values
+    if own[0] is not None and own[0] is own[1]:  # both made from the weights, such as their inverse
         return Node(op.shape, learned=True, role=WeightStatistic(own[0]))
     for side, node in enumerate(nodes):
         if isinstance(node.role, Weights):
             values = sampled_origin(nodes[0], axis=-2) if side else sampled_origin(nodes[1], axis=-1)
-            keep_values, node.role.softmax.keep_values = node.role.softmax.keep_values, None  # it holds the operands
+            keep_values, node.role.softmax.keep_values = node.role.softmax.keep_values, None  # release the operands
             if keep_values is not None:
                 keep_values(node, operands[1 - side], side)
             _mix(node.role.softmax, node, -2 if side else -1, values, _Mixture(operands[side], op.result))
@@ -93,7 +93,7 @@ def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]
 
 
 class _Mixture(NamedTuple):
-    """Weights as they met values, and the result."""
+    """Weights as multiplied with values, and the result."""
 
     weights: Tensor
     output: Tensor
@@ -102,7 +102,7 @@ class _Mixture(NamedTuple):
 def _mix(
     softmax: Softmax, weights: Node, axis: int, values: Origin | None = None, mixture: _Mixture | None = None
 ) -> None:
-    """Note that values are summed along an axis of these weights, and whether that is the axis which sums to one."""
+    """Record that values are summed along an axis of the weights, and check that weights sum to one along it."""
     softmax.meets_values(values)
     if weights.shape[axis] < 2:
         return
@@ -118,7 +118,7 @@ def _mix(
             softmax.drops |= trace.dropped
             softmax.is_obscure |= trace.blended or trace.added
             if mixture is not None:
-                is_known = not softmax.is_short and _only_moved(weights)  # its softmax was seen to sum to one
+                is_known = not softmax.is_short and _only_moved(weights)  # an unchanged softmax sums to one
                 is_known |= trace.blended or trace.added or trace.dropped
                 is_known |= trace.node.shape[softmax.axis] != weights.shape[axis]
                 off_one = None if is_known else _distance_from_one(mixture.weights, axis, float(trace.factor[0]))
@@ -130,7 +130,7 @@ def _has_undefined(mixture: _Mixture) -> Tensor:
 
 
 def _distance_from_one(weights: Tensor, axis: int, factor: float) -> Tensor:
-    """Return the largest distance of a row's sum from one; rows that are hidden as a whole do not count."""
+    """Return the largest distance of a row's sum from one, without fully masked rows."""
     sums = weights.detach().sum(axis, dtype=torch.promote_types(weights.dtype, torch.float32)) / factor
     return torch.where(sums.abs() > NOTHING, (sums - 1).abs(), 0.0).nan_to_num(0.0).amax()
 
@@ -142,8 +142,8 @@ def _only_moved(weights: Node) -> bool:
 
 
 def _compare_pairs(softmax: Softmax, weights: Node, values: Node) -> None:
-    """Note whether heads that share a key share its value as well, where both are shared by as many."""
-    keys_of, softmax.keys_of = softmax.keys_of, None  # which holds on to the product
+    """Record if heads that share a key do not share its value."""
+    keys_of, softmax.keys_of = softmax.keys_of, None  # release the product
     if keys_of is None or len(weights.shape) != 3 or len(values.shape) != 3 or weights.shape[0] < 4:
         return
     points = np.zeros((min(weights.shape[0], MOST_ENTRIES), 3), dtype=np.int64)
@@ -157,7 +157,7 @@ def _compare_pairs(softmax: Softmax, weights: Node, values: Node) -> None:
 
 
 def are_paired_otherwise(keys: list[tuple[object, ...]], values: list[tuple[object, ...]]) -> bool:
-    """Return True if heads are grouped by their keys in one way and by their values in another, into as many groups."""
+    """Return True if keys and values form the same number of head groups, but different groups."""
     if () in keys or () in values:
         return False
     groups = len(set(keys))
@@ -165,7 +165,7 @@ def are_paired_otherwise(keys: list[tuple[object, ...]], values: list[tuple[obje
 
 
 def _sum_of_pairs(op: Operation) -> Result:
-    """Read products, and mixtures of values, that are written as a multiplication and a sum."""
+    """Read a product, or a mixture of values, written as a multiplication and a sum."""
     parent, axes = op.node(), op.argument(1, "dim")
     role = parent.role
     if not isinstance(role, PairwiseProduct):
@@ -181,7 +181,7 @@ def _sum_of_pairs(op: Operation) -> Result:
 
 
 def _product_of_pairs(op: Operation, pair: PairwiseProduct, shape: Shape, axis: int) -> Node | None:
-    """Return the node of (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1) as that of a batched product."""
+    """Return the node of (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1), read as a batched matrix product."""
     nodes = op.lineage.node(pair.left), op.lineage.node(pair.right)
     left, right = (operand.expand(*_aligned(operand, shape)) for operand in (pair.left, pair.right))
     rows = [at for at in range(len(shape)) if at != axis and right.shape[at] < shape[at]]
@@ -232,7 +232,7 @@ def _projected(
 ) -> Node:
     width, source = weight.shape[inputs[0]], activation.whole.token
     projection = Projection(weight, channel, width, inputs, bias, source)
-    if activation.shape == shape and _runs_over_heads(activation):  # heads that talk to heads
+    if activation.shape == shape and _runs_over_heads(activation):  # talking heads: a projection over heads
         return Node(shape, (Step(activation, effect="other"),), True, projection=projection, role=activation.role)
     return Node(shape, learned=True, projection=projection)
 
@@ -250,9 +250,9 @@ def _runs_over_heads(node: Node) -> bool:
 
 
 def _convolution(op: Operation) -> Node:
-    """Read a convolution, whose channels stand second where it has a batch."""
-    weight, shape, given = op.node(1), op.shape, op.argument(2, "bias")
-    bias = None if given is None else op.lineage.node(given)
+    """Read a convolution; its channels are axis 1, or axis 0 without a batch."""
+    weight, shape, bias_tensor = op.node(1), op.shape, op.argument(2, "bias")
+    bias = None if bias_tensor is None else op.lineage.node(bias_tensor)
 
     def channel(points: Points) -> Points:
         at = np.zeros((len(points), len(weight.shape)), dtype=np.int64)

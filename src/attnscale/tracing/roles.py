@@ -1,6 +1,6 @@
-"""Role: what a tensor is on the way from a product to the values that its weights mix, and how that is passed on.
+"""Role: the function of a tensor between a product and mixed values, such as scores or weights.
 
-A role says which effects it survives. Under any other effect, a tensor made from scores is a statistic of them.
+A role lists the effects it survives. After any other effect, a tensor made from scores is a statistic of them.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,50 +20,50 @@ Effect = Literal[
     "same", "detach", "drop", "times", "over", "plus", "shift", "fill", "tanh", "norm", "exp", "pair", "other",
 ]  # fmt: skip
 EVERY: frozenset[Effect] = frozenset(get_args(Effect))
-ELEMENTWISE = EVERY - {"norm", "exp"}  # each element of the result belongs to one of the operand
+ELEMENTWISE = EVERY - {"norm", "exp"}  # each element of the result comes from one of the operand
 MOVED: frozenset[Effect] = frozenset(("same", "detach"))
 
 
 @dataclass(eq=False)
 class Product:
-    """Two activations multiplied, (…, n, d) × (…, d, m): scores perhaps.
+    """A product of two activations, (…, n, d) × (…, d, m), which may be scores.
 
-    It lives as long as what is made of it, so it does not hold the node of its result.
+    Nodes made from its result refer to it, so it stores no reference to that result's node.
     """
 
     left: Tensor
     right: Tensor
     left_node: "Node"
     right_node: "Node"
-    modules: tuple[str, ...]  # that were running, outermost first
-    shape: Shape  # of the result,
-    token: object  # and that of its node
+    modules: tuple[str, ...]  # running modules, outermost first
+    shape: Shape  # shape of the result
+    token: object  # token of the result's node
     alpha: float = 1.0
     bias: Tensor | None = None  # added by the same operation
-    learned_query: bool = False  # one side is a parameter: attention only if its weights go on to mix values
-    capped: bool = False  # a tanh was taken of it
-    times_own_tanh: bool = False  # it was multiplied by a tanh of itself, which is no cap
-    has_softmax: bool = False  # a softmax of it ran
+    learned_query: bool = False  # one side is a parameter: attention only if its weights mix values
+    capped: bool = False  # a tanh was applied to it
+    times_own_tanh: bool = False  # multiplied by a tanh of itself, which does not bound it
+    has_softmax: bool = False  # a softmax was applied to it
 
     def made(self, node: "Node") -> bool:
-        """Return True if this is the node of its result."""
+        """Return True if this node is the product's result."""
         return node.token is self.token
 
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """The role of a tensor; `is_image`: each of its elements belongs to one score, weight or mixed value."""
+    """Role of a tensor; `is_image` if each element comes from one score, weight or mixed value."""
 
     survives: ClassVar[frozenset[Effect]] = EVERY
     is_image: ClassVar[bool] = False
 
     @property
     def product(self) -> Product | None:
-        """The product that it was made from; None behind the softmax."""
+        """The product it was made from; None after the softmax."""
         return None
 
     def after(self, effect: Effect) -> "Role | None":
-        """Return the role of a result whose operand has this one."""
+        """Return the role of the result of an operation on a tensor with this role."""
         return self if effect in self.survives else statistic_of(self)
 
 
@@ -73,7 +73,7 @@ class _OfProduct(Role):
 
     @property
     def product(self) -> Product:
-        """The product that it was made from."""
+        """The product it was made from."""
         return self.of
 
 
@@ -86,12 +86,12 @@ class Scores(_OfProduct):
 
 @dataclass(frozen=True, eq=False)
 class ScoreStatistic(_OfProduct):
-    """Any other function of the product, its row maximum for instance."""
+    """Any other function of the product, such as its row maximum."""
 
 
 @dataclass(frozen=True, eq=False)
 class Exponentials(_OfProduct):
-    """e to the scores; some may be set to zero."""
+    """Exponentials of the scores; some may be set to zero."""
 
     survives: ClassVar[frozenset[Effect]] = MOVED | {"fill"}
     is_image = True
@@ -100,17 +100,17 @@ class Exponentials(_OfProduct):
 
 @dataclass(frozen=True, eq=False)
 class ExponentialSum(_OfProduct):
-    """The sum of exponentials over an axis, its logarithm, or its inverse; a small number may be added."""
+    """Sum of exponentials over an axis, its logarithm or inverse; a small number may be added."""
 
     survives: ClassVar[frozenset[Effect]] = MOVED | {"plus"}
     axis: int
-    exponent: "Node | None" = None  # None: of the logarithm
+    exponent: "Node | None" = None  # None for the logarithm
     form: Literal["sum", "log", "inverse"] = "sum"
 
 
 @dataclass(frozen=True, eq=False)
 class LogWeights(Role):
-    """The logarithm of the output of a softmax; None: of one that was not followed to a product."""
+    """Logarithm of a softmax's output; `softmax` is None if it was not followed to a product."""
 
     survives, is_image = MOVED, True
     softmax: "Softmax | None"
@@ -127,30 +127,30 @@ class Weights(Role):
 
 @dataclass(frozen=True, eq=False)
 class WeightStatistic(Role):
-    """Any other function of the output of a softmax, its sum over another axis for instance."""
+    """Any other function of a softmax's output, such as its sum over another axis."""
 
     softmax: "Softmax"
 
 
 @dataclass(frozen=True, eq=False)
 class UnknownWeights(Role):
-    """The output of a softmax that was not followed to a product, in this module."""
+    """Output of a softmax that was not followed to a product, in this module."""
 
     survives = ELEMENTWISE
     module: str
-    over_outputs: bool = False  # of one projection, as the softmax of a router is
+    over_outputs: bool = False  # over outputs of one projection, like a router's softmax
 
 
 @dataclass(frozen=True, eq=False)
 class DropoutMask(Role):
-    """Zeros and ones drawn at random, which dropout multiplies by."""
+    """Random zeros and ones that dropout multiplies by."""
 
     survives: ClassVar[frozenset[Effect]] = MOVED | {"times", "over"}
 
 
 @dataclass(frozen=True, eq=False)
 class MixedValues(Role):
-    """Values, summed with the weights of a softmax."""
+    """Values summed with the weights of a softmax."""
 
     survives: ClassVar[frozenset[Effect]] = MOVED | {"times", "over"}
     is_image = True
@@ -159,7 +159,7 @@ class MixedValues(Role):
 
 @dataclass(frozen=True, eq=False)
 class UnnormalisedMix(_OfProduct):
-    """Values, summed with exponentials that are not divided by their sum yet."""
+    """Values summed with exponentials that are not divided by their sum yet."""
 
     survives, is_image = MOVED, True
     exponentials: Tensor
@@ -168,7 +168,7 @@ class UnnormalisedMix(_OfProduct):
 
 @dataclass(frozen=True, eq=False)
 class PairwiseProduct(Role):
-    """Every pair of elements of two tensors, multiplied; `softmax`: one of the two is its weights."""
+    """Products of all pairs of elements of two tensors; one of the two may be the weights of `softmax`."""
 
     survives: ClassVar[frozenset[Effect]] = frozenset()
     left: Tensor
@@ -177,63 +177,65 @@ class PairwiseProduct(Role):
 
 
 def statistic_of(role: Role | None) -> ScoreStatistic | WeightStatistic | None:
-    """Return the role of a tensor made from one with this role by an operation that the role does not survive."""
+    """Return the role after an operation that the given role does not survive."""
     if isinstance(role, (Weights, WeightStatistic)):
         return WeightStatistic(role.softmax)
     return None if role is None or role.product is None else ScoreStatistic(role.product)
 
 
 def role_of_parts(roles: Iterable[Role | None]) -> Role | None:
-    """Return the role of a concatenation: of keys and a sink, of pieces of the weights."""
-    known = [role for role in roles if role is not None]
-    images = [role for kind in (Scores, Weights) for role in known if isinstance(role, kind)]
-    return next(iter(images), None) or next(filter(None, map(statistic_of, known)), None)
+    """Return the role of a concatenation, such as scores with a sink or pieces of the weights."""
+    parts = [role for role in roles if role is not None]
+    images = [role for kind in (Scores, Weights) for role in parts if isinstance(role, kind)]
+    return next(iter(images), None) or next(filter(None, map(statistic_of, parts)), None)
 
 
 @dataclass(eq=False)
 class Softmax:
-    """A softmax that ran, over an axis of its input, and what became of its weights."""
+    """A softmax that ran over an axis of its input, and how its weights were used."""
 
     axis: int
-    attends: Callable[[], None] | None = None  # called once it is known to be attention
-    waits: bool = False  # it is attention only if its weights go on to mix values
+    attends: Callable[[], None] | None = None  # called when it proves to be attention
+    waits: bool = False  # it is attention only if its weights mix values
     mixes_along_axis: bool = True  # values are summed over the axis that sums to one
-    rank: int = 0  # of its input
-    axis_of_keys: int | None = None  # over which values are summed, where that is another
-    factor_after: float = 1.0  # constants that multiply the weights, or the mixed values
-    values: "Origin | None" = None  # what its weights mix
-    keep_values: "Callable[[Node, Tensor, int], None] | None" = None  # called with weights, values, the weights' side
-    has_mixed: bool = False  # pieces of the weights may mix several times, multiplied by the same constant
-    keys_of: Callable[[Points], list[tuple[object, ...]]] | None = None  # points of weights -> outputs that made keys
-    taken_twice: bool = False  # another softmax was taken of its weights
-    renormalised: bool = False  # its weights, or what they mixed, were divided by a sum of them
-    is_short: bool = False  # something beside the keys takes a share, as in softmax off by one
+    rank: int = 0  # rank of its input
+    axis_of_keys: int | None = None  # axis over which values are summed, if it differs
+    factor_after: float = 1.0  # constant factor on the weights or the mixed values
+    values: "Origin | None" = None  # values that its weights mix
+    keep_values: "Callable[[Node, Tensor, int], None] | None" = (
+        None  # called with (weights, values, side of the weights)
+    )
+    has_mixed: bool = False  # pieces of the weights may mix several times with the same factor
+    keys_of: Callable[[Points], list[tuple[object, ...]]] | None = None  # maps points of weights to channels of keys
+    taken_twice: bool = False  # another softmax was applied to its weights
+    renormalised: bool = False  # the weights or mixed values were divided by the weights' sum
+    is_short: bool = False  # weights of keys sum to less than one, as in softmax off by one
     is_masked: bool = False  # some of its weights were replaced
     drops: bool = False  # some of its weights were set to zero at random
-    is_obscure: bool = False  # its weights were mixed with others before they met the values
+    is_obscure: bool = False  # its weights were combined with others before the values
     pairs_differ: bool = False  # heads that share a key do not share its value
-    off_one: Tensor | None = None  # how far the sum of a row of weights is from one where it meets the values
-    undefined: Tensor | None = None  # True where weights are NaN as they meet the values
+    off_one: Tensor | None = None  # largest distance from one of a row sum of the weights on the values
+    undefined: Tensor | None = None  # True if any weight on the values is NaN
 
     def ran(self) -> None:
-        """Note that its weights exist."""
+        """Record that its weights exist."""
         if not self.waits:
             self._is_attention()
 
     def meets_values(self, values: "Origin | None") -> None:
-        """Note that its weights are multiplied with values: this is attention."""
+        """Record that its weights multiply values: this is attention."""
         self._is_attention()
         self.values = values
 
     def mixes(self, along_axis: bool, factor: float, axis: int | None = None) -> None:
-        """Note that values were summed with its weights over an axis of them, and what had multiplied the weights."""
+        """Record the axis of the weights over which values were summed, and the factor on the weights."""
         self.mixes_along_axis &= along_axis
         self.axis_of_keys = axis
         self.factor_after *= 1.0 if self.has_mixed else factor
         self.has_mixed = True
 
     def measured(self, off_one: Tensor | None, undefined: Tensor) -> None:
-        """Note the largest distance of a row's sum from one, and whether any weight is NaN."""
+        """Record the largest distance of a row's sum from one, and whether a weight is NaN."""
         self.undefined = undefined if self.undefined is None else self.undefined | undefined
         if off_one is not None:
             self.off_one = off_one if self.off_one is None else torch.maximum(self.off_one, off_one)

@@ -1,7 +1,7 @@
-"""Every way of writing a softmax: torch's, its logarithm exponentiated, exponentials over their sum.
+"""Readers of all forms of softmax: torch's own, exp of log-softmax, and exponentials divided by their sum.
 
-A tensor's role says how far it has come: Scores → Exponentials → (with their ExponentialSum) Weights, or
-Scores → (less the logarithm of the sum) LogWeights → Weights. A new way is a reader here and an attention in tests/zoo.
+Roles record the progress: Scores → Exponentials → (divided by ExponentialSum) Weights, or Scores → (minus log of the
+sum) LogWeights → Weights. To support a new form, add a reader here and an attention in tests/zoo.
 """
 
 import math
@@ -27,8 +27,8 @@ from attnscale.tracing.roles import (
     Weights,
 )
 
-PLAIN, OF_SDPA = KERNELS = ("_softmax", "_safe_softmax")  # torch's own; the second SDPA's alone
-SUM_TOLERANCE = 0.02  # of a row of weights from one: half precision rounds a long row by as much
+PLAIN, OF_SDPA = KERNELS = ("_softmax", "_safe_softmax")  # torch's own; only SDPA uses the second
+SUM_TOLERANCE = 0.02  # distance of a row's sum from one, by rounding of long rows in half precision
 
 
 def _softmax(op: Operation) -> Node:
@@ -42,7 +42,7 @@ def _softmax(op: Operation) -> Node:
 
 
 def _is_mixture(weights: Node) -> bool:
-    """Return True if anything but moving happened to the weights of a softmax."""
+    """Return True if the weights of a softmax were combined with other values."""
     first = np.zeros((1, len(weights.shape)), dtype=np.int64)
     return any(trace.blended or trace.added for trace in follow(weights, first))
 
@@ -55,7 +55,7 @@ def _log_softmax(op: Operation) -> Node:
 
 
 def _weights(op: Operation, softmax: Softmax | None, over_outputs: bool = False) -> Node:
-    """Return the output of a softmax; None: of one that was not followed, which is noticed if it mixes values."""
+    """Return the node of a softmax's output; with None, weights of unknown origin, reported if they mix values."""
     if softmax is not None:
         softmax.ran()
         return Node(op.shape, learned=True, role=Weights(softmax))
@@ -65,7 +65,7 @@ def _weights(op: Operation, softmax: Softmax | None, over_outputs: bool = False)
 
 
 def _exponential(op: Operation) -> Node:
-    """Read e to the scores, or to the logarithm of weights: exp(log_softmax(z)), exp(z − logsumexp(z))."""
+    """Read exp of scores, or of log-weights: exp(log_softmax(z)), exp(z − logsumexp(z))."""
     parent = op.node()
     if isinstance(parent.role, LogWeights) and op.name == "exp":
         return _weights(op, parent.role.softmax, parent.role.over_outputs)
@@ -77,7 +77,7 @@ def _exponential(op: Operation) -> Node:
 
 
 def _sum(op: Operation) -> Result:
-    """Read Σe of exponentials over one axis, or by one operation the logarithm of that."""
+    """Read the sum of exponentials over one axis, or a logsumexp of scores."""
     result, role, axes = arithmetic.reduced(op), op.node().role, arithmetic.reduced_axes(op)
     if len(axes) != 1 or not isinstance(result, Node):
         return result
@@ -110,7 +110,7 @@ def _sum_at(op: Operation, side: int, form: str) -> ExponentialSum | None:
 
 
 def _add_maximum(op: Operation) -> Node:
-    """Read m + ln Σe, where the maximum m was subtracted from the scores before: the logarithm of a sum still."""
+    """Read m + ln Σe, the logarithm of the sum, where the maximum m was subtracted from the scores before."""
     node = arithmetic.plus(op)
     for side in (0, 1):
         role, other = _sum_at(op, side, "log"), _role(op, 1 - side)
@@ -120,7 +120,7 @@ def _add_maximum(op: Operation) -> Node:
 
 
 def _difference(op: Operation) -> Node:
-    """Read z − ln Σe, the logarithm of weights, where it really is that of the same scores."""
+    """Read z − ln Σe, the logarithm of weights, if both come from the same scores."""
     node, role = arithmetic.minus(op), _sum_at(op, 1, "log")
     if role is None or not node.steps or node.steps[0].effect != "shift":
         return node
@@ -132,7 +132,7 @@ def _difference(op: Operation) -> Node:
 
 def _sums_to_one(weights: Tensor, axis: int) -> bool:
     sums = weights.sum(axis, dtype=torch.promote_types(weights.dtype, torch.float32))
-    sums = sums[torch.isfinite(sums)]  # a row that sees nothing has none
+    sums = sums[torch.isfinite(sums)]  # a row that sees no key has no finite sum
     return bool(((sums - 1).abs() < SUM_TOLERANCE).all())
 
 
@@ -146,7 +146,7 @@ def _quotient(op: Operation) -> Node:
 
 
 def _product(op: Operation) -> Node:
-    """Read e · (1/Σe), either way round; or scores, e or weights times a mask."""
+    """Read e · (1/Σe) in either order; or a mask times scores, exponentials or weights."""
     for side in (0, 1):
         role, other = _sum_at(op, side, "inverse"), _role(op, 1 - side)
         found = None if role is None else _normalised(op, 1 - side, role)
@@ -168,7 +168,7 @@ def _role(op: Operation, side: int) -> Role | None:
 
 
 def _is_weighed(op: Operation, side: int) -> bool:
-    """Return True if exponentials meet another number of their row than their sum, √Σe say: weights of no softmax."""
+    """Return True if exponentials are combined with a row statistic other than their sum, such as √Σe: no softmax."""
     exponentials, other = _role(op, side), _role(op, 1 - side)
     if not isinstance(exponentials, Exponentials) or other is None or other.product is not exponentials.of:
         return False
@@ -176,7 +176,7 @@ def _is_weighed(op: Operation, side: int) -> bool:
 
 
 def _normalised(op: Operation, side: int, total: ExponentialSum) -> Node | None:
-    """Read exponentials over their own sum; None where the sum is that of others."""
+    """Read exponentials divided by their own sum; None for another divisor."""
     role = _role(op, side)
     if not isinstance(role, (Exponentials, UnnormalisedMix)) or role.exponent is not total.exponent:
         return None

@@ -1,4 +1,4 @@
-"""A running model -> the attentions it computes, and what was really applied in them."""
+"""Find the attentions that a running model computes, and measure the scale that each one applies."""
 
 from attnscale.watching.layer import Layer, Wiring
 from attnscale.watching.seen import Seen

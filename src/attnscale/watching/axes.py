@@ -1,7 +1,7 @@
-"""Axes: which axis of a softmax's input holds keys, queries, and the heads of each batch entry.
+"""Axes: find which axes of a softmax's input hold keys, queries, heads and batch entries.
 
-Found by moving one step along each axis and looking where in the product that leads, so that any order and any merging
-of axes is understood, and `k @ qᵀ` as well as `q @ kᵀ`.
+Each axis is identified by moving one step along it and following that to the product. So any order and any merging of
+axes is understood, and `k @ qᵀ` as well as `q @ kᵀ`.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from attnscale.watching.gradients import key_owners_of
 
 @dataclass(frozen=True)
 class ProductPoints:
-    """Places in the product of points of the softmax's input; −1 where a point is none of its elements."""
+    """Coordinates in the product of points of the softmax's input; −1 for a point outside the product."""
 
     at: Points  # (points, rank of the product)
     factor: NDArray[np.float64]
@@ -47,19 +47,19 @@ def points_in_product(node: Node, points: Points, product: Product) -> ProductPo
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a softmax's input, and what the product has along them."""
+    """Meaning of each axis of a softmax's input."""
 
     product: Product
-    node: Node  # of the softmax's input, merged axes taken apart
+    node: Node  # the softmax's input, with merged axes split
     shape: tuple[int, ...]
     key_axis: int
     query_axes: tuple[int, ...]
     other_axes: tuple[int, ...]
     keys_are_right: bool  # the keys are the columns of the product, as in q @ kᵀ
-    columns: Indices  # for each key, its place in the product; −1 for a sink that stands beside the keys
-    groups: Indices  # (batch, heads): which combination of the other axes holds this head of this entry
-    owners: Indices  # (heads): which key each has; keys may be copies of each other
-    first_row: tuple[object, ...] = ()  # of a parameter: what makes the query of the first head
+    columns: Indices  # index of each key in the product; −1 for a sink
+    groups: Indices  # (batch, heads): flat index, over the other axes, of each head of each entry
+    owners: Indices  # (heads): number of the key head of each query head; copies share a number
+    first_row: tuple[object, ...] = ()  # parameter row that makes the first head's query
     over_pairs: bool = False  # the softmax runs over queries and keys at once
     between_channels: bool = False  # the product sums over positions: channels attend to channels
 
@@ -87,7 +87,7 @@ class Axes:
         return points.reshape(-1, len(self.shape))
 
     def operand_points(self, at: Points, queries: bool) -> Points:
-        """Return the first feature of the query, or of the key, of these elements of the product."""
+        """Return the first feature of the query, or key, behind these elements of the product."""
         points = at.copy()
         points[:, -1 if queries == self.keys_are_right else -2] = 0
         return points
@@ -98,7 +98,7 @@ class Axes:
 
 
 def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
-    """Return the axes of a softmax over this axis of an image of the product; None where it cannot be followed."""
+    """Return the axes of a softmax's input, which the softmax reduces over `axis`; None if it cannot be followed."""
     shape, rank = node.shape, len(node.shape)
     if not all(shape):
         return None
@@ -132,7 +132,7 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
 
 
 def _ends_along(product: Product, node: Node, first: Indices, axes: list[int]) -> Points:
-    """Return where a point, its neighbour along each of these axes, and the last one along it are in the product."""
+    """Return the coordinates in the product of a point, and of its next and last neighbour along each of these axes."""
     steps = np.tile(first, (len(axes), 3, 1))
     for ends, axis in zip(steps, axes, strict=True):
         ends[1:, axis] += 1, node.shape[axis] - 1
@@ -140,13 +140,13 @@ def _ends_along(product: Product, node: Node, first: Indices, axes: list[int]) -
 
 
 def _key_place(at: Points) -> int:
-    """Return which axis of the product a step along the softmax moves: columns, or rows."""
+    """Return the axis of the product that holds keys: −1 for columns, −2 for rows."""
     moves = (at != at[0]).any(0)
     return -1 if moves[-1] or not moves.any() else -2 if moves[-2] else -1
 
 
 def _repeats_a_key(at: Points, key_place: int) -> bool:
-    """Return True if a key comes twice in one product along the softmax, with another query each time."""
+    """Return True if the softmax covers a key several times, each time with another query."""
     if (np.diff(at[:, key_place]) > 0).all():
         return False
     keys = np.delete(at, len(at[0]) + (-1 if key_place == -2 else -2), axis=1)
@@ -154,7 +154,7 @@ def _repeats_a_key(at: Points, key_place: int) -> bool:
 
 
 def _sums_over_positions(product: Product) -> bool:
-    """Return True if the product sums over positions: there the output of a projection stays the same."""
+    """Return True if the product sums over positions: its summed axis stays within one output of a projection."""
     node = product.left_node
     if node.shape[-1] < 2 or node.shape[-2] < 2:
         return False
@@ -191,7 +191,7 @@ def _owners(axes: Axes, at: Points) -> Indices:
 
 
 def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:
-    """Return (batch, heads) numbers of groups: groups of one channel are one head in several batch entries."""
+    """Return group numbers as (batch, heads): groups made by one channel are one head in several batch entries."""
     sizes = [axes.shape[axis] for axis in axes.other_axes]
     order: dict[tuple[object, ...], list[int]] = {}
     for group, key in enumerate(keys):
@@ -199,7 +199,7 @@ def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:
     members = list(order.values())
     if len({len(member) for member in members}) == 1:
         return np.array(members).T
-    return np.arange(len(keys)).reshape(-1, sizes[-1] if sizes else 1)  # irregular: heads stand last
+    return np.arange(len(keys)).reshape(-1, sizes[-1] if sizes else 1)  # irregular: assume heads on the last axis
 
 
 def _unravelled(index: Indices, axes: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, Indices]]:
@@ -209,7 +209,7 @@ def _unravelled(index: Indices, axes: tuple[int, ...], shape: tuple[int, ...]) -
 
 @dataclass(frozen=True)
 class Operands:
-    """The two operands of a product at some rows: `groups` are heads of batch entries, `positions` their queries."""
+    """Both operands of a product at some rows: `groups` are flat indices of heads, `positions` are queries."""
 
     axes: Axes
     groups: Indices
@@ -223,25 +223,25 @@ class Operands:
 
     @property
     def multiplier(self) -> NDArray[np.float64]:
-        """(groups, rows): what multiplies the product on its way to the softmax."""
+        """Factor between the product and the softmax, (groups, rows)."""
         return self._by_group(self.product_points.factor) * self.axes.product.alpha
 
     @property
     def shift(self) -> NDArray[np.float64]:
-        """(groups, rows): what the model subtracted from each row, its maximum mostly."""
+        """Number that the model subtracted from each row, usually its maximum, (groups, rows)."""
         return self._by_group(self.product_points.shift)
 
     def _by_group(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         return values.reshape(len(self.groups), len(self.positions))
 
     def path(self, queries: bool) -> ProjectionPath:
-        """Return what happened to the queries, or keys, since their projection; factors are (groups, rows)."""
+        """Return the operations on queries, or keys, since their projection; factors are (groups, rows)."""
         points = self.axes.operand_points(self.product_points.at, queries)
         found = projection_path(follow(self.axes.operand_node(queries), points), len(points))
         return found._replace(factor=self._by_group(found.factor))
 
     def origin(self, queries: bool) -> Origin:
-        """Return the origin of these queries, or of the first two and last two keys; `groups` are of one entry."""
+        """Return the origin of these queries, or of the first and last two keys; groups are of one batch entry."""
         axes, rows = self.axes, len(self.positions)
         node, axis = axes.operand_node(queries), -1 if queries == axes.keys_are_right else -2
         if queries:
@@ -254,7 +254,7 @@ class Operands:
         return Origin(node, axes.operand_points(at, queries), len(self.groups), axis, node.shape[axis])
 
     def queries(self) -> Tensor:
-        """Return queries as they entered the product, (groups, rows, features)."""
+        """Return the queries in the product, (groups, rows, features)."""
         product, at = self.axes.product, self.product_points.at
         operand, row = (product.left, -2) if self.axes.keys_are_right else (product.right.mT, -1)
         chosen = (
@@ -263,7 +263,7 @@ class Operands:
         return _wide(chosen).unflatten(0, (len(self.groups), -1))  # type: ignore[no-any-return]
 
     def keys(self, chosen: Indices | None = None) -> Tensor:
-        """Return keys as they entered the product, (groups, keys, features): all of them, or those chosen."""
+        """Return all or the chosen keys in the product, (groups, keys, features)."""
         product, columns = self.axes.product, self.axes.columns[self.axes.columns != NOWHERE]
         columns = columns if chosen is None else columns[chosen]
         operand = product.right.mT if self.axes.keys_are_right else product.left
@@ -273,7 +273,7 @@ class Operands:
         return _wide(operand[_on(operand, entries[:, None], columns[None, :])])
 
     def predicted(self, softcap: float | None = None) -> Tensor:
-        """Return what the operations after the product make of it, (groups, rows, keys), without what they add."""
+        """Return scores predicted from the product, multiplier and soft-cap, without biases: (groups, rows, keys)."""
         scores = self.queries() @ self.keys().mT
         scores = scores * torch.from_numpy(self.multiplier).to(scores).unsqueeze(-1)
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -285,7 +285,7 @@ class Operands:
 
 
 def key_channels(product: Product, node: Node, points: Points) -> list[tuple[object, ...]]:
-    """Return the channel that made the key of each point of a softmax's input; empty where a point leads elsewhere."""
+    """Return the channel of the key at each point of a softmax's input; empty for points outside the product."""
     product_points = points_in_product(node, points, product)
     found: list[tuple[object, ...]] = [()] * len(points)
     at = product_points.at[product_points.are_found]
@@ -296,7 +296,7 @@ def key_channels(product: Product, node: Node, points: Points) -> list[tuple[obj
 
 
 def channels_of(product: Product) -> list[tuple[object, ...]]:
-    """Return the channels that the first query and the first key of a product come from."""
+    """Return the channels of a product's first query and first key."""
     nodes = (product.left_node, product.right_node)
     return [channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0] for node in nodes]
 

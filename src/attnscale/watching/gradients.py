@@ -1,6 +1,6 @@
-"""The gradient that reaches queries and keys: its length a head, added up by hooks while the backward runs.
+"""Norm of the gradient that reaches queries and keys, per head, accumulated by hooks during the backward pass.
 
-A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale included. Nothing is kept but the sums.
+A hook receives ∂loss/∂q of one call from autograd, including any loss scale. Only the norms are stored.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ Side = Literal["query", "key"]
 
 @dataclass(eq=False)
 class GradientLengths:
-    """‖∂loss/∂q‖ and ‖∂loss/∂k‖ over all positions of one call, a value a query head; None until a backward passed.
+    """‖∂loss/∂q‖ and ‖∂loss/∂k‖ of one call, one value per query head; None before the first backward pass.
 
-    Each backward pass adds as one of another batch would: a second one through the same graph is not added to the first
-    before its length is taken.
+    A second backward pass through the same graph counts like that of another batch: norms are combined, gradients are
+    not summed.
     """
 
     query: Tensor | None = field(default=None, repr=False)
@@ -34,9 +34,9 @@ class GradientLengths:
     def followed(
         cls, query: Tensor, key: Tensor, heads: int, owners: Indices | None, by_head: Callable[[Tensor], Tensor]
     ) -> "GradientLengths":
-        """Follow the gradients of two tensors, which `by_head` makes (batch, heads, length, features).
+        """Add hooks to two tensors; `by_head` reshapes their gradients to (batch, heads, length, features).
 
-        Heads that share a key, or have copies of it, share what reaches it; `owners` tells which key each head has.
+        Heads that share a key, or have copies of it, share its gradient; `owners` holds the key number of each head.
         """
         lengths = cls()
         lengths._follow("query", query, lambda gradient: head_lengths(by_head(gradient)))
@@ -60,10 +60,9 @@ class GradientLengths:
 
 
 def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tensor | None:
-    """Return ‖∂loss/∂k‖ of the key that each query head has, of (batch, keys, length, features).
+    """Return ‖∂loss/∂k‖ of each query head's key, from the gradient (batch, keys, length, features).
 
-    What reaches the copies of a key reaches the key. None where one of these keys is shared by heads that are known to
-    have several.
+    Gradients of copies of a key are summed. None if heads with different keys, by `owners`, share one of these keys.
     """
     keys = gradient.shape[1]
     group = heads // max(keys, 1)
@@ -79,7 +78,7 @@ def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tenso
 
 
 def shares_as_kernels_do(heads: int, keys: int, owners: Indices | None) -> bool:
-    """Return True if each of so many keys is one, shared by as many heads that stand side by side.
+    """Return True if all keys are distinct and each is shared by an equally large block of adjacent heads.
 
     >>> shares_as_kernels_do(4, 2, np.array([0, 0, 1, 1])), shares_as_kernels_do(4, 4, np.array([0, 0, 1, 1]))
     (True, False)
@@ -90,9 +89,9 @@ def shares_as_kernels_do(heads: int, keys: int, owners: Indices | None) -> bool:
 
 
 def key_owners_of(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indices:
-    """Return which key each head has, numbered as they come, by the channels that made the first and the last of each.
+    """Return the key number of each head, in order of appearance, from the channels of its first and last key.
 
-    A cache stands before the new keys, padding after them: the end that tells more heads apart is believed.
+    The first key may come from a cache and the last may be padding, so the end that distinguishes more heads is used.
 
     >>> key_owners_of([["a", "a", "b", "b"], [(), (), (), ()]], np.arange(4)).tolist()
     [0, 0, 1, 1]
@@ -107,6 +106,6 @@ def _numbered(keys: Sequence[object]) -> Indices:
 
 
 def norm_over(calls: Sequence[GradientLengths], name: Side) -> Tensor | None:
-    """Return the length of the gradient over all calls, a value a head; None where none was seen."""
+    """Return the norm of the gradient over all calls, one value per head; None if no gradient arrived."""
     found = [lengths for call in calls if (lengths := getattr(call, name)) is not None]
     return reduce(torch.hypot, found) if found else None

@@ -1,6 +1,6 @@
-"""Layout: the order of heads, queries and keys in an attention that is written out, as numbers that a graph can hold.
+"""Layout: the order of batch, heads, queries and keys in hand-written attention, as constants for a compiled graph.
 
-Batch and lengths may change from step to step; the order of axes may not.
+Batch size and lengths may change between steps; the order of axes may not.
 """
 
 import math
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from attnscale.watching.layer import Factors, MeasuredCall
     from attnscale.watching.written_call import WrittenCall
 
-ORDER = (0, 1, 2, 3)  # of batch, heads, queries and keys
-PARTS = ";"  # between what a code says
+ORDER = (0, 1, 2, 3)  # axes of (batch, heads, queries, keys)
+PARTS = ";"  # separates the fields of a code
 AXES = ","
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The input of a softmax, and the operands (entries, …, …) of the product that it is an image of."""
+    """Order of axes in a softmax's input, and in the 3-d operands of the product behind it."""
 
-    order: tuple[int, ...]  # axes of the scores: those of entries and heads, then queries, then keys
+    order: tuple[int, ...]  # axes of the scores: batch and heads first, then queries, then keys
     heads: int
-    heads_are_first: bool  # before the entries of a batch
+    heads_are_first: bool  # heads before batch entries
     keys_are_right: bool  # q @ kᵀ, not k @ qᵀ
 
     @property
     def code(self) -> str:
-        """The layout as text, which a graph holds as a constant in any process."""
+        """The layout as text, which a compiled graph can store as a constant."""
         flags = (int(flag) for flag in (self.heads_are_first, self.keys_are_right))
         return PARTS.join(map(str, (AXES.join(map(str, self.order)), self.heads, *flags)))
 
@@ -71,7 +71,7 @@ class Layout:
 
 @cache
 def layout_from(code: str) -> Layout:
-    """Return the layout that a code stands for."""
+    """Parse the code of a layout."""
     order, heads, *flags = code.split(PARTS)
     first, right = (bool(int(flag)) for flag in flags)
     return Layout(tuple(map(int, order.split(AXES))), int(heads), first, right)
@@ -79,16 +79,16 @@ def layout_from(code: str) -> Layout:
 
 @dataclass(frozen=True, eq=False)
 class WrittenPlan:
-    """The part of a plan for an attention that is written out; only the numbers of its tensors may change."""
+    """Plan of a hand-written attention, valid as long as only the values of its tensors change."""
 
     layout: Layout
-    multiplier: "Factors"  # of the product on its way to the softmax, a value a head
-    is_constant: bool  # which the code gives as a number
-    is_uneven: bool  # some rows see less than others
+    multiplier: "Factors"  # factor between the product and the softmax, one value per head
+    is_constant: bool  # the multiplier is a number in the code
+    is_uneven: bool  # some rows see fewer keys than others
 
 
 def written_plan(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> WrittenPlan | None:
-    """Return the plan of a call whose scores have this shape; None where no probe can be placed."""
+    """Return the plan of a call with scores of this shape; None if no probe can be placed."""
     if not all(path.constant for path in call.paths) or not is_only_a_product(call, seen):
         return None
     layout = layout_of(call.axes) if call.axes.shape == shape else None
@@ -97,13 +97,13 @@ def written_plan(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> Wri
     at = call.probed.product_points.at.reshape(call.heads, -1, 3)
     row = at[..., 1 if layout.keys_are_right else 2]
     if (at[:, 0, 0] != call.axes.groups[0]).any() or (row != call.probe.numpy()).any():
-        return None  # the product has its entries, or its rows, in another order
+        return None  # batch entries or rows of the product are in another order
     _, visible = call.rows_at(call.probe)
     return WrittenPlan(layout, call.probed.multiplier.mean(1), call.trace.constant, visible is not None)
 
 
 def is_only_a_product(call: "WrittenCall", seen: "MeasuredCall") -> bool:
-    """Return True if scores are a multiple of q·k, perhaps soft-capped, and hidden ones have a number that none has."""
+    """Return True if scores are a multiple of q·k, perhaps soft-capped, and hidden scores are recognisable."""
     trace, axes = call.trace, call.axes
     if trace.blended or trace.dropped or trace.other_scores or trace.learned_terms or len(trace.caps) > 1:
         return False
@@ -117,7 +117,7 @@ def is_only_a_product(call: "WrittenCall", seen: "MeasuredCall") -> bool:
 
 
 def layout_of(axes: "Axes") -> Layout | None:
-    """Return the layout of these axes; None where they have no such order."""
+    """Return the layout of these axes; None if no Layout describes them."""
     if axes.product.left.dim() != 3 or len(axes.query_axes) != 1:
         return None
     if (axes.columns != np.arange(len(axes.columns))).any():
@@ -134,22 +134,22 @@ def layout_of(axes: "Axes") -> Layout | None:
 
 
 class OwnFactors(NamedTuple):
-    """Factors by which SDPA multiplied its queries and keys: √|scale|, the first with the sign of the scale."""
+    """Factors by which SDPA multiplied queries and keys: √|scale|, the query's with the sign of the scale."""
 
     query: float
     key: float
 
 
 def own_factors(product: Product) -> OwnFactors | None:
-    """Return the factors of a product that SDPA made; None where its operations are not the known ones."""
+    """Return SDPA's own factors in a product; None if its operations are not recognised."""
     query, key = _multiplied_last(product.left_node), _multiplied_last(product.right_node)
     return None if query is None or key is None or not math.isclose(abs(query), key) else OwnFactors(query, key)
 
 
 def factors_before(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> "tuple[Factors, Factors] | None":
-    """Return what multiplied queries and keys before SDPA, whose scores have this shape.
+    """Return the factors on queries and keys before SDPA, for scores of this shape.
 
-    None where it must be followed every time: of other axes than (batch, heads, queries, keys) among them.
+    None if the call must be traced at every step, for example with axes other than (batch, heads, queries, keys).
     """
     own = own_factors(call.axes.product)
     if own is None or not all(path.constant for path in call.paths) or not is_only_a_product(call, seen):
@@ -161,7 +161,7 @@ def factors_before(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> "
 
 
 def _multiplied_last(node: Node) -> float | None:
-    """Return the number, perhaps one, by which a value was multiplied and since which it was only moved."""
+    """Return the last number that multiplied a value before it was only moved; None if it was not a number."""
     while len(node.steps) == 1 and node.steps[0].effect in ("times", "same"):
         step = node.steps[0]
         if step.operand is not None:

@@ -1,4 +1,4 @@
-"""Parts of a model that were not seen in use: softmaxes in no layer, modules named after attention, unused QK-norms."""
+"""Attention that was possibly missed: softmaxes outside any layer, idle attention modules, and unused QK-norms."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ from attnscale.tracing.lineage import Lineage, Node
 NORM_OF_QUERY_OR_KEY = re.compile(
     r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer|rms)?_?(norm|ln)_?(q|k|query|key)"
 )
-# Parameters that are what a layer of attention multiplies its queries, keys or scores by.
+# Names of parameters that multiply queries, keys or scores.
 GAIN_OR_SCALE = re.compile(
     r"(q|k|qk|query|key)_?((norm_?)?(gain|gamma|scale)|norm_?weight)|(gain|gamma|g)_?(q|k|query|key)"
     r"|(attn_?|attention_?)?(logit_?scale|log_?scale|temperature|tau|softmax_scale)|qk_norm_scale"
@@ -25,31 +25,32 @@ ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
 @dataclass
 class MissedAttention:
-    """Softmaxes and modules that may belong to an attention and are in no layer."""
+    """Softmaxes and modules that may be attention but belong to no measured layer."""
 
-    softmaxes: Counter[str] = field(default_factory=Counter)  # by module: not followed to a product of two activations
-    mixing: tuple[str, ...] = ()  # modules in which such weights, or exponentials, went on to mix values
-    modules: tuple[str, ...] = ()  # named after attention, in which none was seen
-    nothing: str = ""  # why there is no layer at all
+    softmaxes: Counter[str] = field(default_factory=Counter)  # count per module; no product of two activations found
+    mixing: tuple[str, ...] = ()  # modules in which such weights, or exponentials, mix values
+    modules: tuple[str, ...] = ()  # named after attention, but none ran in them
+    nothing: str = ""  # why there is no layer; empty if there is one
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """One sentence for each kind of them."""
-        said = [self.nothing] if self.nothing else []
+        """One sentence for each kind of missed attention."""
+        sentences = [self.nothing] if self.nothing else []
         if self.mixing:
-            said.append(f"Values are mixed by weights that were not understood, in {_listed(self.mixing)}.")
+            sentences.append(f"Values are mixed by weights of unknown origin in {_listed(self.mixing)}.")
         others = {module: times for module, times in self.softmaxes.items() if module not in self.mixing}
         if others:
             count = sum(others.values())
             what = "1 softmax takes" if count == 1 else f"{count} softmaxes take"
-            said.append(f"{what} no product of two activations, in {_listed(others)}: no attention, or not understood.")
+            where = _listed(others)
+            sentences.append(f"{what} no product of two activations, in {where}: not attention, or not recognised.")
         if self.modules:
-            said.append(f"No attention was seen in {_listed(self.modules)}, named after it.")
-        return tuple(said)
+            sentences.append(f"Modules named after attention in which none ran: {_listed(self.modules)}.")
+        return tuple(sentences)
 
 
 def modules_that_never_attended(modules: Mapping[str, nn.Module], layers: Collection[str]) -> tuple[str, ...]:
-    """Return modules whose class is named after attention, and at, around or inside which none ran; the innermost."""
+    """Return the innermost modules with a class named after attention that share no path with a measured layer."""
     named = [(path, module) for path, module in modules.items() if path and ATTENTION.search(type(module).__name__)]
     untouched = [(path, module) for path, module in named if not any(_touch(path, layer) for layer in layers)]
     unseen = [path for path, module in untouched if any(True for _ in module.parameters())]
@@ -66,13 +67,13 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 
 class QueryKeyNorms:
-    """The norms of queries and keys that a model was built with, their gains, and learned scales, as they take part."""
+    """Record which norms of queries and keys, gains and learned scales of a model are used."""
 
     def __init__(self, modules: Mapping[str, nn.Module], lineage: Lineage) -> None:
-        self._ledger = lineage
+        self._lineage = lineage
         self._outputs: dict[str, list[Node]] = {}
         self._used_names: set[str] = set()
-        self.built = {name: module for name, module in modules.items() if _is_norm(name, module)}  # by their path
+        self.built = {name: module for name, module in modules.items() if _is_norm(name, module)}  # by path
         self.parameters = {
             f"{path}.{name}" if path else name: parameter
             for path, module in modules.items()
@@ -82,24 +83,24 @@ class QueryKeyNorms:
 
     def note_output(self, name: str, output: Any) -> None:
         if name in self.built and isinstance(output, Tensor):
-            self._outputs.setdefault(name, []).append(self._ledger.node(output))
+            self._outputs.setdefault(name, []).append(self._lineage.node(output))
 
     @property
     def are_none(self) -> bool:
         return not self.built and not self.parameters
 
     def note_operands(self, args: Iterable[Any], is_detach: bool) -> None:
-        """Note that an operation took these operands; a norm's output that is detached and no more takes no part."""
+        """Record the operands of an operation as used; detaching a norm's output does not use it."""
         for arg in args:
             for item in arg if isinstance(arg, (list, tuple)) else (arg,):
                 if isinstance(item, Tensor) and (not is_detach or isinstance(item, nn.Parameter)):
-                    node = self._ledger.node(item)
+                    node = self._lineage.node(item)
                     node.used = True
                     if node.name is not None:
                         self._used_names.add(node.name)
 
     def unused(self, path: str) -> tuple[str, ...]:
-        """Return what belongs to the attention at this path and never took part: norms, their gains, and scales."""
+        """Return the unused norms, gains and scales of the attention at this path."""
         own = [name for name in self.built if _belongs(name.rpartition(".")[0], path)]
         norms = [name for name in own if not self._takes_part(name, self.built[name])]
         read = [name for name in own if any(_is_normalised(node) for node in self._outputs.get(name, ()))]
@@ -107,7 +108,7 @@ class QueryKeyNorms:
         return (*norms, *(name for name in parameters if not self._is_used(self.parameters[name], name)))
 
     def misplaced(self, path: str) -> tuple[str, ...]:
-        """Return the norms of this attention that normalise what one of its own projections made."""
+        """Return the norms of this attention that normalise the output of one of its own projections."""
         own = (name for name in self.built if _belongs(name.rpartition(".")[0], path))
         return tuple(name for name in own if any(_is_projected_in(path, node) for node in self._outputs.get(name, ())))
 
@@ -117,8 +118,8 @@ class QueryKeyNorms:
         return any(self._is_used(parameter, f"{name}.{own}") for own, parameter in module.named_parameters())
 
     def _is_used(self, parameter: Tensor, name: str) -> bool:
-        """Return True if a parameter took part; under FSDP2 a running module holds another tensor of this name."""
-        node = self._ledger.known(parameter)
+        """Return True if a parameter was used; FSDP2 replaces the tensor of this name while a module runs."""
+        node = self._lineage.known(parameter)
         return name in self._used_names or (node is not None and node.used)
 
 

@@ -1,4 +1,4 @@
-"""ModuleStack: the modules of a model that are running, and the line of code that led to an operation."""
+"""ModuleStack: the running modules of a model, and the line of model code behind an operation."""
 
 import dis
 import os
@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from attnscale.torch_internals import called_module, calls_compiled, refuses_breaks
 
-# The line of the model's own code is the first outside these.
+# Frames in these files are skipped to find the line in the model's own code.
 OWN = Path(__file__).parent.parent
-Line = tuple[str, int] | None  # of a file; None: of none but torch's own
+Line = tuple[str, int] | None  # file and line number; None if only library code ran
 LIBRARIES = (
     *(str(OWN / file) for file in ("operator.py", "numerics.py")),
     *(
@@ -35,9 +35,9 @@ LIBRARIES = (
 
 
 class ModuleStack:
-    """The modules of a model that are running now, and those that ran before, on the thread that attached it.
+    """The modules of a model that run now or ran before, on the thread that attached this stack.
 
-    Another thread that runs the model at the same time, an evaluation beside training say, is not followed.
+    Other threads that run the model at the same time, such as an evaluation, are not followed.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class ModuleStack:
         meanwhile: AbstractContextManager[Any],
         only_training: bool = False,
     ) -> None:
-        """`modules` are those of the model by their path.
+        """Follow `modules`, given by path.
 
-        `meanwhile` is entered with the outermost module and left with it: lexically, like any mode.
+        `meanwhile` is entered and exited with the outermost module, so that it nests like any other mode.
         """
         self._root = type(modules[""]).__name__
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
         self._names = {id(module): name for name, module in modules.items()}
-        self._entered = 0  # the length of the stack at which `meanwhile` was entered; 0: not
+        self._entered = 0  # stack length when `meanwhile` was entered; 0 if it was not
         self.stack: list[str] = []
         self.called: set[str] = set()
-        self._entries: Counter[str] = Counter()  # of each module, in this run of the outermost
+        self._entries: Counter[str] = Counter()  # runs of each module in this run of the outermost
         self._handles: list[RemovableHandle] = []
-        self._own = threading.local()  # `here` on the thread that attached; a number of a thread is given out again
-        self.ran_elsewhere = False  # some module, on another thread
+        self._own = threading.local()  # `here` is set on the attaching thread; thread ids are reused
+        self.ran_elsewhere = False  # a module ran on another thread
         self.is_over = False
 
     @property
@@ -96,9 +96,9 @@ class ModuleStack:
         return line
 
     def compiled(self) -> tuple[bool, bool]:
-        """Return whether torch.compile made what calls the innermost module, and whether no graph may end there.
+        """Return two flags: the innermost module runs in compiled code, and a graph break there is not allowed.
 
-        A graph may not end where it must be whole, or in a loop: Dynamo would leave that function uncompiled for good.
+        A break is not allowed under fullgraph, nor in a loop: Dynamo would then never compile that function again.
         """
         frame: FrameType | None = sys._getframe(1)
         is_inside = is_compiled = is_pinned = is_looped = False
@@ -114,14 +114,14 @@ class ModuleStack:
     def attach(self) -> None:
         """Start to follow modules on this thread."""
         self._own.here = True
-        # global hooks: a module with hooks of its own would leave torch's fast path
+        # global hooks, because hooks on a module disable torch's fast path
         enter, leave = self._enter, self._leave
         self._handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
 
     def detach(self) -> None:
-        """Stop, also where an interrupt left modules on the stack.
+        """Stop following modules, even if an interrupt left some on the stack.
 
-        Only a thread itself can leave its modes: called by another while a module runs, the rest waits until that ends.
+        A thread must exit its own modes: if another thread calls this while a module runs, clean-up waits for its end.
         """
         self.is_over = True
         if self._entered and not self.is_here:
@@ -137,7 +137,7 @@ class ModuleStack:
         self._handles = []
 
     def run(self, module: nn.Module, call: Callable[[], Any]) -> Any:
-        """Follow one run of a module; before and after it nothing is in place."""
+        """Follow one run of a module; hooks exist only during the run."""
         output = None
         self.attach()
         self._enter(module, ())
@@ -185,9 +185,9 @@ class ModuleStack:
 
 
 def is_in_loop(frame: FrameType) -> bool:
-    """Return True if the line that a frame is at is inside a loop of its function.
+    """Return True if a frame's current line is inside a loop of its function.
 
-    Where a graph ends in a loop, Dynamo leaves the whole function uncompiled for good.
+    After a graph break in a loop, Dynamo never compiles that function again.
 
     >>> import sys
     >>> [is_in_loop(sys._getframe()), *(is_in_loop(sys._getframe()) for _ in range(1))]
@@ -198,7 +198,7 @@ def is_in_loop(frame: FrameType) -> bool:
 
 @cache
 def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """Return the first and the last offset of each loop: a jump back ends a loop."""
+    """Return the first and last offset of each loop; a backward jump marks the end."""
     jumps = {*dis.hasjrel, *dis.hasjabs}
     return tuple(
         (each.argval, each.offset)

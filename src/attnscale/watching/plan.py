@@ -1,9 +1,9 @@
-"""Plan: what one traced forward found out about the attention calls of a model; probes are placed by it.
+"""Plan: facts about the attention calls of a model, found by one traced forward and used to place probes.
 
-A trace follows every operation, which takes longer than a GPU takes to run the model. What it finds out about a call
-stays the same from step to step: the module and the order of its calls, where queries and keys come from, which
-constants multiply them, and which rows of which parameters make each head. A plan holds that and no tensors of the
-model, so it can be pickled and kept.
+A trace follows every operation, which takes longer than the model itself on a GPU. Most facts about a call do not
+change between steps: the module and the order of its calls, the origin of queries and keys, the constants that
+multiply them, and the rows of parameters that make each head. A plan holds these facts and no tensors of the model, so
+it can be pickled and stored.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,40 +22,39 @@ from attnscale.watching.layout import WrittenPlan
 from attnscale.watching.module_stack import Line
 from attnscale.watching.sdpa_names import is_called_by_name
 
-DIRECT = "it calls a kernel of SDPA by itself, or SDPA by a name of its own"
-EIGHT = 8  # SDPA pads the head dimension to a multiple of this
+DIRECT = "it calls an SDPA kernel directly, or SDPA through its own reference"
+PADDED_TO = 8  # SDPA pads the head dimension to a multiple of this
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedCall:
-    """One attention call of a module: `template` is what the trace saw of it, without the numbers of that step."""
+    """One attention call of a module; `template` is the traced call without the measurements of that step."""
 
     module: str  # path
     line: Line
     template: MeasuredCall
-    written: WrittenPlan | None = None  # of an attention that is written out; None: a kernel computes it
-    key_heads: int = 0  # of the kernel's keys, which may be copies of fewer heads
-    _head_factors: dict[int, Factors] = field(default_factory=dict, repr=False)  # by key heads
+    written: WrittenPlan | None = None  # for hand-written attention; None: a kernel computes it
+    key_heads: int = 0  # heads of the kernel's keys, which may be copies of fewer heads
+    _head_factors: dict[int, Factors] = field(default_factory=dict, repr=False)  # by number of key heads
 
     @property
     def factors(self) -> tuple[Factors, Factors]:
-        """Constants that multiply queries and keys between their projections and the call, a value a head."""
-        assert self.template.factors is not None  # or it is not planned
+        """Constants that multiply queries and keys between projection and call, one value per head."""
+        assert self.template.factors is not None  # calls without factors are not planned
         return self.template.factors
 
     def fits_kernel(self, query: Tensor, key: Tensor) -> bool:
-        """Return True if a kernel call on these tensors has the heads that the trace saw.
+        """Return True if a kernel call on these tensors has the traced number and width of heads.
 
-        Inside a model's own run SDPA is seen with the keys and the head dimension that it was given: keys may not have
-        been copied yet, nor heads padded.
+        A probe sees SDPA's arguments before SDPA repeats shared keys and pads heads; the trace sees them after.
         """
-        (_, heads, _, width), keys, known = query.shape, key.shape[1], self.template
-        widths = (width, -(-width // EIGHT) * EIGHT)
-        is_alike = self.written is None and heads == known.heads and known.head_dim in widths
+        (_, heads, _, width), keys, traced = query.shape, key.shape[1], self.template
+        widths = (width, -(-width // PADDED_TO) * PADDED_TO)
+        is_alike = self.written is None and heads == traced.heads and traced.head_dim in widths
         return is_alike and (self.key_heads % keys == 0 or keys % self.key_heads == 0)
 
     def head_factors(self, keys: int) -> Factors:
-        """Factors on the query of each head and on its key, (2, heads), where a call has so many key heads."""
+        """Return factors on each head's query and key, (2, heads), for a call with this number of key heads."""
         if keys not in self._head_factors:
             query, key = self.factors
             copies, shared = max(1, keys // len(key)), max(1, len(key) // keys)
@@ -64,7 +63,7 @@ class PlannedCall:
         return self._head_factors[keys]
 
     def seen(self) -> MeasuredCall:
-        """Return a new call like the one that was traced, whose numbers are to be filled in."""
+        """Return a copy of the traced call, to be filled with new measurements."""
         call = copy(self.template)
         call.softmax = copy(call.softmax)
         return call
@@ -76,7 +75,7 @@ class ModulePlan:
 
     calls: tuple[PlannedCall, ...]
     depth: int = 1  # runs of the module in one forward of the model
-    is_compiled: bool = False  # torch.compile made what calls it
+    is_compiled: bool = False  # it runs in compiled code
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,11 @@ class Plan:
     """The attention calls of a model, by the path of their module."""
 
     modules: Mapping[str, ModulePlan]
-    fallbacks: Mapping[str, str]  # modules in which no probe can be placed, and the reason
-    pinned: frozenset[str]  # modules that cannot run uncompiled by themselves: no graph may end there
+    fallbacks: Mapping[str, str]  # modules in which no probe can be placed, with the reason
+    pinned: frozenset[str]  # modules that cannot run uncompiled alone: no graph break is allowed there
     called: frozenset[str]  # all modules that ran
     unused_norms: Mapping[str, tuple[str, ...]]
-    declarations: dict[tuple[str, int], Declared] = field(default_factory=dict)  # read when first asked for
+    declarations: dict[tuple[str, int], Declared] = field(default_factory=dict)  # read on first access
 
     @property
     def attending(self) -> frozenset[str]:
@@ -96,26 +95,26 @@ class Plan:
         return frozenset((*self.modules, *self.fallbacks))
 
     def declared(self, model: nn.Module, path: str, head_dim: int) -> Declared:
-        """Return what the model declares about its scale there; reading it takes long, so it is read once."""
+        """Return the scale that the model declares for a module; cached, because reading it is slow."""
         if (path, head_dim) not in self.declarations:
             self.declarations[path, head_dim] = declared(model, path, head_dim)
         return self.declarations[path, head_dim]
 
 
 class PlanRecorder:
-    """Collects the plan while a model is traced."""
+    """Collect the plan while a model is traced."""
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[object, ...], PlannedCall] = {}  # by place and shape
-        self._running: dict[str, list[PlannedCall]] = {}  # calls of the present run of each module
+        self._calls: dict[tuple[object, ...], PlannedCall] = {}  # by code location and shape
+        self._running: dict[str, list[PlannedCall]] = {}  # calls in the current run of each module
         self._found: dict[str, ModulePlan] = {}
         self._compiled: set[str] = set()
         self._pinned: set[str] = set()
         self._fallbacks: dict[str, str] = {}
-        self.obstacle = ""  # why there is no plan; empty where there is one
+        self.obstacle = ""  # why there is no plan; empty if there is one
 
     def give_up(self, reason: str) -> None:
-        """Record that something ran which no plan can describe."""
+        """Record why no plan is possible; the first reason is kept."""
         self.obstacle = self.obstacle or reason
 
     def add_kernel(self, path: str, line: Line, kernel: KernelCall, seen: MeasuredCall) -> None:
@@ -125,16 +124,16 @@ class PlanRecorder:
         elif kernel.kind != "sdpa":
             self._fall_back(path, f"{kernel.kind} kernels take no probe")
         elif kernel.heads_in_batch is not None:
-            self._fall_back(path, "its heads stand in the place of the batch")
+            self._fall_back(path, "its heads are merged into the batch axis")
         elif seen.factors is None:
-            self._fall_back(path, "what multiplies its queries or keys is no constant")
+            self._fall_back(path, "the factors on its queries or keys are not constant")
         elif seen.wiring.biased:
             self._fall_back(path, "a bias is added to its scores")
         else:
             self._add(path, line, seen, None, kernel.key.shape[1])
 
     def add_written(self, path: str, line: Line, seen: MeasuredCall, layout: WrittenPlan | None) -> None:
-        """Record an attention that is written out, or that SDPA computed by its parts: then it has no layout."""
+        """Record a hand-written attention, or one that SDPA computed from plain operations (without a layout)."""
         if seen.kind == "sdpa" and not self._is_seen_by_probes(path):
             self._fall_back(path, DIRECT)
         elif seen.factors is None:
@@ -143,7 +142,7 @@ class PlanRecorder:
             self._add(path, line, seen, layout, len(seen.factors[1]))
 
     def _is_seen_by_probes(self, path: str) -> bool:
-        """Return True if a probe will see SDPA's function: in a graph, or by its name."""
+        """Return True if a probe can intercept SDPA: in a compiled graph, or by its name."""
         return path in self._compiled or is_called_by_name()
 
     def _add(self, path: str, line: Line, seen: MeasuredCall, layout: WrittenPlan | None, key_heads: int) -> None:
@@ -156,24 +155,24 @@ class PlanRecorder:
         self._fallbacks.setdefault(path, reason)
 
     def ran_as(self, path: str, is_compiled: bool, is_pinned: bool, depth: int) -> None:
-        """Record how a module that attends is called: what is called twice in a forward cannot run by itself."""
+        """Record how an attending module is called; one called twice per forward cannot run uncompiled alone."""
         if is_compiled:
             self._compiled.add(path)
         if not path or depth or is_pinned:
             self._pinned.add(path)
 
     def ran(self, path: str, depth: int) -> None:
-        """Record that a module has run, after so many runs of it in the same forward."""
+        """Record that a module has run; `depth` counts its earlier runs in the same forward."""
         calls, known = tuple(self._running.pop(path, ())), self._found.get(path)
         if known is None and not calls:
             return
         if known is not None and known.calls != calls:
-            self._fall_back(path, "it attends differently from run to run")
+            self._fall_back(path, "its attention calls differ between runs")
         depth = max(depth + 1, 1 if known is None else known.depth)
         self._found[path] = ModulePlan(calls, depth, path in self._compiled)
 
     def plan(self, called: set[str], unused_norms: Callable[[str], tuple[str, ...]]) -> Plan | None:
-        """Return the plan; None where the whole model has to be traced every time."""
+        """Return the plan; None if the whole model must be traced at every step."""
         templates = {id(call): replace(call, template=_template(call.template)) for call in self._calls.values()}
         modules = {
             path: replace(module, calls=tuple(templates[id(call)] for call in module.calls))
@@ -190,7 +189,7 @@ class PlanRecorder:
 
 
 def _template(call: MeasuredCall) -> MeasuredCall:
-    """Return a call without anything that belongs to one step, or that holds tensors of the model."""
+    """Return the call without measurements of one step and without tensors of the model."""
     origins = call.origins_of_all
     return replace(
         call,

@@ -1,4 +1,4 @@
-"""Rows of scores, and masks and biases: which keys a row sees, and what is added to its scores."""
+"""Rows of scores: which keys each row sees, and which biases are added to its scores."""
 
 import math
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
 from attnscale.visibility import NEVER_A_SCORE, shown_by
 
-BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
+BLOCK_SCORES = 2**22  # scores per block when every row is measured
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`at(positions)` gives scores, and which of them are visible (None: all), (batch, heads, rows, keys)."""
+    """Rows of scores: `at(positions)` returns scores and visibility (None: all), (batch, heads, rows, keys)."""
 
     batch: int
     heads: int
@@ -30,7 +30,7 @@ class Rows:
     at: Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
     def keys_nobody_sees(self, probe: Tensor) -> Tensor | None:
-        """Return keys that are hidden from every query and head, (batch, keys); None if rows at `probe` see all."""
+        """Return True for keys hidden from every query and head, (batch, keys); None if rows at `probe` see all."""
         _, visible = self.at(probe)
         if visible is None or not bool((seen := visible.flatten(1, -2).any(1)).logical_not().any()):
             return None
@@ -40,7 +40,7 @@ class Rows:
         return ~seen
 
     def without(self, left_out: Tensor | None) -> "Rows":
-        """Return rows of which some, (batch, length), see nothing."""
+        """Hide all keys from the rows in `left_out`, (batch, length)."""
         if left_out is None:
             return self
 
@@ -52,7 +52,7 @@ class Rows:
         return replace(self, at=at, uneven=True)
 
     def measure(self, rows: int | None, bound: Callable[[], Tensor]) -> ScoreStats:
-        """Return statistics over every row, or over about so many a head; then `bound` gives an upper bound."""
+        """Return statistics over every row, or over a sample per head with `bound` as upper bound on its scores."""
         sample = None if rows is None else sample_positions(rows, self.length, self.batch, self.uneven)
         positions = torch.arange(self.length) if sample is None else sample.positions
         found = joined_rows([rows_of(*self.at(some)) for some in positions.split(self._block)])
@@ -65,19 +65,19 @@ class Rows:
 
 
 def spread_positions(length: int, most: int) -> Tensor:
-    """Return at most so many positions, from the first to the last.
+    """Return at most `most` evenly spaced positions, including the first and last.
 
     >>> spread_positions(100, 4).tolist()
     [0, 33, 66, 99]
     """
-    with torch.inference_mode(False):  # they may be used outside it
+    with torch.inference_mode(False):  # positions may be used outside inference mode
         return torch.from_numpy(np.linspace(0, length - 1, min(most, length)).round().astype(np.int64))
 
 
 def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool:
-    """Return True if rows (…, rows, keys) see their prefix and no more, and some of them less than all keys.
+    """Return True if each row of (…, rows, keys) sees only its prefix, and some rows not all keys.
 
-    The last row is the last key, or, where a cache has room for more, the first is the first.
+    Rows are aligned to the last key or, with a partly filled cache, to the first.
     """
     if visible is None or length < 2 or visible.shape[-1] < 2:
         return False
@@ -86,7 +86,7 @@ def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool
 
 
 def _sees_its_prefix(visible: Tensor, last: Tensor) -> bool:
-    """Return True if no row sees a key past its `last`, and at least one sees that."""
+    """Return True if no row sees a key after its `last`, and at least one sees its `last`."""
     keys = visible.shape[-1]
     future = torch.arange(keys, device=visible.device) > last[:, None]
     if not bool(future.any()):
@@ -96,7 +96,7 @@ def _sees_its_prefix(visible: Tensor, last: Tensor) -> bool:
 
 
 def hiding_gap(mask: Tensor) -> float | None:
-    """Return the distance between what a mask shows and what it hides; None where it hides nothing, as a bias does."""
+    """Return the gap between a mask's visible and hidden values; None if it hides nothing, like a bias."""
     if not mask.numel():
         return None
     highest, hidden = mask.amax(), mask.masked_fill(shown_by(mask), -math.inf).amax()
@@ -105,12 +105,12 @@ def hiding_gap(mask: Tensor) -> float | None:
 
 
 def hidden_by(bias: Tensor, gap: float, highest: float) -> Tensor:
-    """Return elements that are about the gap below the highest of their row, or of the mask if it hides a row."""
+    """Return True for elements about `gap` below the largest of their row, or of the mask if it hides a row."""
     return bias < bias.amax(-1, keepdim=True).clamp(min=highest) - 0.5 * min(gap, -NEVER_A_SCORE)
 
 
 def keys_nobody_sees(mask: Tensor | None) -> Tensor | None:
-    """Return which keys a mask (…, queries or 1, keys) hides from every query, (batch or 1, keys); None: unknown."""
+    """Return True for keys that a mask (…, queries or 1, keys) hides from all queries, (batch or 1, keys)."""
     if mask is None or mask.dim() < 2:
         return None
     shown = shown_by(mask).any(-2)
@@ -123,9 +123,9 @@ def is_bias(tensor: Tensor) -> bool:
 
 
 def flags_added(bias: Tensor | None) -> float | None:
-    """Return what a mask of zeros and ones (or minus ones) adds to scores; None where it is no such mask.
+    """Return the nonzero value of a mask of zeros and ±ones that is added to scores; None for other tensors.
 
-    It has the shape of a mask: a triangle, or the same keys for every query, at one end of them.
+    Such a mask is a triangle, or covers the same keys at one end for every query.
     """
     if bias is None or not bias.is_floating_point() or not bias.numel():
         return None
@@ -152,7 +152,7 @@ def _is_padding(flags: Tensor) -> bool:
 
 
 def highest_added(bias: Tensor | None) -> float | None:
-    """Return the most that a mask of floats adds to what it shows; None where it adds nothing."""
+    """Return the largest value that a float mask adds to visible scores; None if it adds none."""
     if bias is None:
         return None
     shown = bias.masked_fill(~shown_by(bias), -math.inf)

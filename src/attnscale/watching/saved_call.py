@@ -1,4 +1,4 @@
-"""SavedCall: all tensors of a call, so that other scales can be tried on it."""
+"""SavedCall: the tensors of one call, stored to try other scales on it."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from attnscale.watching.layer import Factors
     from attnscale.watching.written_call import WrittenCall
 
-ROUNDING = 1e-5  # of the largest score: what is left of scores beyond it was added to them
+ROUNDING = 1e-5  # relative to the largest score; a larger remainder is a bias
 
 
 @dataclass(eq=False)
 class SavedCall:
-    """One call: its scores are scales · q·k, soft-capped, and what its visibility adds and hides.
+    """One call. Scores are scales · q·k, soft-capped, plus the bias and mask in `visibility`.
 
-    Where every query has keys of its own, each is an entry of the batch.
+    If each query has its own keys, each query is a batch entry.
     """
 
-    query: Tensor  # (batch, heads, queries, features), as it left its projection
+    query: Tensor  # (batch, heads, queries, features), straight from the projection
     key: Tensor  # (batch, key heads, keys, features)
-    scales: Tensor  # a value a head
+    scales: Tensor  # one value per head
     visibility: Visibility = EVERYTHING
     softcap: float | None = None
-    value: Tensor | None = None  # None where it is not known which one met the weights
+    value: Tensor | None = None  # None if it could not be identified
 
     def weights(self, head: int) -> Tensor:
-        """Return the weights of the first batch entry, (queries, keys); zeros where a query sees nothing."""
+        """Return a head's weights in the first batch entry, (queries, keys); zeros for rows that see no key."""
         query, key = self.query[0, head], self.key[0, head // (self.query.shape[1] // self.key.shape[1])]
         scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT * float(self.scales[head])
         scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
@@ -54,7 +54,7 @@ def save_kernel_call(
 ) -> SavedCall:
     """Save a kernel call.
 
-    `scales` multiply the queries and keys as they left their projections; `paths` lead there.
+    `scales` apply to queries and keys straight from their projections; `paths` describe the operations since.
     """
     query_factor, key_factor = (path.signed_factor for path in paths)
     seen = _visibility(call, scales / (query_factor * np.repeat(key_factor, call.group)), softcap)
@@ -80,9 +80,9 @@ def _visibility(call: "KernelCall", multiplier: "Factors", softcap: float | None
 
 
 def save_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | None) -> SavedCall | None:
-    """Save a call that is written out; its visibility holds what its scores have beyond scales · q·k.
+    """Save a hand-written call; its visibility holds all parts of the scores besides scales · q·k.
 
-    None where its softmax runs over more than the keys of a query, or sinks stand among them.
+    Return None if its softmax covers more than one query's keys, or has sinks between keys.
     """
     axes, every = call.axes, torch.arange(call.axes.length)
     if axes.over_pairs or sum(_sinks(axes)) != int((axes.columns == NOWHERE).sum()):
@@ -102,21 +102,21 @@ def save_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | Non
 
 
 def save_values(axes: Axes, kept: SavedCall, weights: Node, values: Tensor, side: int) -> None:
-    """Save the values that the weights of a call meet; `side` as values_met() takes it."""
+    """Save the values that a call's weights multiply; `side` as in values_met()."""
     found = values_met(axes, weights, values, side)
     if found is not None and found.shape[-2] < len(axes.columns):
-        found = F.pad(found, (0, 0, *_sinks(axes)))  # whose weights went nowhere
+        found = F.pad(found, (0, 0, *_sinks(axes)))  # sinks have no value
     kept.value = None if found is None or found.shape[-2] != len(axes.columns) else found.to(kept.query.dtype)
 
 
 def _sinks(axes: Axes) -> tuple[int, int]:
-    """Return how many scores that are no key's stand before the keys, and how many behind them."""
+    """Return the number of sinks before and after the keys."""
     shown = np.flatnonzero(axes.columns != NOWHERE)
     return int(shown[0]), int(len(axes.columns) - 1 - shown[-1])
 
 
 def added_to(predicted: Tensor, scores: Tensor, visible: Tensor | None) -> Visibility:
-    """Return the difference between scores, (batch, heads, rows, keys), and their prediction: a mask, or a bias."""
+    """Return the mask or bias that turns predicted scores into scores, (batch, heads, rows, keys)."""
     rest = scores - predicted
     shown = rest if visible is None else rest.masked_fill(~visible, 0.0)
     if bool(shown.abs().amax() > ROUNDING * predicted.abs().amax()) if shown.numel() else False:
@@ -125,9 +125,9 @@ def added_to(predicted: Tensor, scores: Tensor, visible: Tensor | None) -> Visib
 
 
 def values_met(axes: Axes, weights: Node, values: Tensor, side: int) -> Tensor | None:
-    """Return the values of every head, (batch, heads, keys, features), where weights (…, rows, keys) of it meet them.
+    """Return the values that weights (…, rows, keys) multiply, as (batch, heads, keys, features); None if unknown.
 
-    `side` is 0 where the weights stand left of the values, 1 where they stand right of their transpose.
+    `side` is 0 for weights @ values, 1 for valuesᵀ @ weightsᵀ.
     """
     values = values.mT if side else values
     if values.dim() != 3 or len(weights.shape) != 3:

@@ -1,6 +1,6 @@
-"""The names under which Python code calls SDPA, redirected while a model is traced or has probes.
+"""Redirect the Python names of SDPA while a model is traced or has probes.
 
-A trace sees SDPA's kernels; whether a probe will see the function as well is found out by this.
+A trace sees SDPA's kernels. The redirection shows whether a probe can intercept the function as well.
 """
 
 import sys
@@ -21,9 +21,9 @@ _LOCK = threading.Lock()
 
 
 class _State(threading.local):
-    depth = 0  # calls of SDPA by a redirected name that are running
+    depth = 0  # running calls of SDPA by a redirected name
     handler: Handler | None = None  # runs SDPA in a probed module
-    observer: Callable[[], None] | None = None  # told of calls outside any probed module
+    observer: Callable[[], None] | None = None  # notified of calls outside any probed module
 
 
 STATE = _State()
@@ -31,13 +31,13 @@ STATE = _State()
 
 def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
     """Run torch's SDPA; a probed module measures it first."""
-    if torch.compiler.is_dynamo_compiling():  # a graph is measured when it is traced
+    if torch.compiler.is_dynamo_compiling():  # compiled graphs get their probes when traced
         return SDPA(*args, **kwargs)
     STATE.depth += 1
     try:
         if STATE.handler is not None:
             return STATE.handler(args, kwargs)
-        if STATE.observer is not None and type(args[0] if args else kwargs["query"]) is torch.Tensor:  # no trace
+        if STATE.observer is not None and type(args[0] if args else kwargs["query"]) is torch.Tensor:  # not a trace
             STATE.observer()
         return SDPA(*args, **kwargs)
     finally:
@@ -45,7 +45,7 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 def is_called_by_name() -> bool:
-    """Return True if a redirected name of SDPA led here."""
+    """Return True if SDPA was called by a redirected name."""
     return STATE.depth > 0
 
 
@@ -55,20 +55,20 @@ def is_redirected() -> bool:
 
 
 def names_of_sdpa(files: Collection[str] | None = None) -> list[Name]:
-    """Return torch's own name of SDPA, and names under which modules of these files, or all, imported it."""
+    """Return torch's name of SDPA, and the names that modules of these files, by default all, imported it as."""
     imported = (
         (module_name, name)
         for module_name, module in list(sys.modules.items())
         if module is not F and (files is None or getattr(module, "__file__", None) in files)
         for name, value in list(getattr(module, "__dict__", {}).items())
         if value is SDPA or value is scaled_dot_product_attention
-        if not module_name.startswith(("attnscale.", "torch._C"))  # what runs SDPA itself
+        if not module_name.startswith(("attnscale.", "torch._C"))  # these run SDPA itself
     )
     return [*TORCH_NAMES, *imported]
 
 
 class Redirected:
-    """A context in which these names lead to the function above; it may be held several times at once."""
+    """Context that redirects these names to scaled_dot_product_attention() above; contexts may overlap."""
 
     def __init__(self, names: Collection[Name]) -> None:
         self._names = names

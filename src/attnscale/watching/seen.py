@@ -1,4 +1,4 @@
-"""Seen: what a watched model did, layer by layer."""
+"""Seen: the attention layers of a watched model, with their measurements."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,23 +22,23 @@ from attnscale.watching.module_stack import Line
 if TYPE_CHECKING:
     from attnscale.watching.plan import Plan
 
-COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected")  # and then those of Place.SEEN
-DEEPEST = 128  # runs of one module in one forward; what runs more often runs over time
+COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected")  # followed by the statistics of Place.SEEN
+DEEPEST = 128  # runs of one module per forward; with more, the runs are time steps, not depths
 
 
 class Layers(dict[str, Layer]):
-    """Layers by module path; the path of a module around a single attention finds it too."""
+    """Layers by module path; a parent path also works if it contains exactly one attention."""
 
     def __missing__(self, path: str) -> Layer:
         inside = [name for name in self if name.startswith((f"{path}.", f"{path}["))]
         if len(inside) == 1:
             return self[inside[0]]
-        known = ", ".join(inside or self)
-        raise KeyError(f"{path}: expected the path of one attention, one of: {known}")
+        options = ", ".join(inside or self)
+        raise KeyError(f"{path}: expected the path of one attention, one of: {options}")
 
 
 class Seen(PlottedResult):
-    """The attentions of a watched model, as they were computed."""
+    """The attentions that ran in a watched model, with their measurements."""
 
     def __init__(
         self,
@@ -50,21 +50,22 @@ class Seen(PlottedResult):
         self._declare = declare
         self.unused_norms = unused_norms
         self.misplaced_norms: Callable[[str], tuple[str, ...]] = lambda path: ()
-        self.without_gradients = False  # in training some calls ran with gradients off
-        self.is_compiled = False  # some attention was followed, uncompiled, in what torch.compile made
-        self.is_probed = False  # probes measured it inside the model's own run
-        self.fallbacks: Mapping[str, str] = {}  # modules that take no probe and ran uncompiled, and the reason
-        self.plan: Plan | None = None  # where probes can be placed at the next step
+        self.without_gradients = False  # some calls in training mode ran with gradients off
+        self.is_compiled = False  # some attention belongs to compiled code and was traced uncompiled
+        self.is_probed = False  # measured by probes in the model's own run, not by a trace
+        self.fallbacks: Mapping[str, str] = {}  # modules without probes, which ran uncompiled, with the reason
+        self.plan: Plan | None = None  # where to place probes at the next step
         self.obstacle = "some of its operations could not be followed"  # why there is no plan
-        self.missed = MissedAttention()  # known when watching is over
-        self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
+        self.missed = MissedAttention()  # filled when watching ends
+        self.unfollowed: list[str] = []  # modules that seem to attend in an unrecognised way
         self._sites: dict[tuple[object, ...], list[LayerCall]] = {}
         self._built: tuple[int, Layers] = (0, Layers())
 
     def note(self, path: str, line: Line, call: LayerCall, depth: int = 0) -> None:
-        """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward.
+        """Record one call; `depth` counts earlier runs of its module in the same forward.
 
-        One line of a module may attend in a loop over heads, or over layers: each has other rows of the parameters.
+        A line that attends in a loop over heads or layers uses other parameter rows each time, so calls are grouped by
+        module, line and parameter row.
         """
         site = (path, line, call.heads, call.head_dim, call.first_row)
         self._sites.setdefault(site, []).append(call)
@@ -72,21 +73,21 @@ class Seen(PlottedResult):
 
     @property
     def calls(self) -> int:
-        """Attention calls seen."""
+        """Number of recorded attention calls."""
         return sum(len(calls) for calls in self._sites.values())
 
     @property
     def modules(self) -> list[str]:
-        """The paths of the modules that attend, as they are shown; no layer is built for it."""
+        """Display names of the modules that attend, found without building layers."""
         return [self._display_name(str(path)) for (path, *_), calls in self._sites.items() if calls]
 
     @property
     def layers(self) -> Layers:
-        """The attentions by module path, in the order they ran; a second one in the same module is named `path#2`.
+        """Attention layers by module path, in order of execution; a second one in a module is named `path#2`.
 
-        A module that runs several times in one forward, as ALBERT's does, is shown by depth: `path[0]`, `path[1]`, …
-        Where its keys grow by the same number from run to run, or it runs more often than models are deep, that is a
-        loop over time, and one layer.
+        A module that runs several times per forward, as in ALBERT, is split by depth: `path[0]`, `path[1]`, … It stays
+        one layer if its runs are a loop over time: if its keys grow by a constant number per run, or it runs more than
+        128 times.
         """
         if self._built[0] != self.calls:
             by_layer = self.calls_by_layer().items()
@@ -95,14 +96,14 @@ class Seen(PlottedResult):
         return self._built[1]
 
     def facts(self) -> "dict[str, LayerFacts]":
-        """Return what a record says of each layer beside its numbers."""
+        """Return facts about each layer that a log record stores besides statistics."""
         return {
             name: LayerFacts(calls[-1].heads, calls[-1].softcap, path in self.fallbacks, calls[-1].rescaled)
             for name, (path, calls) in self.calls_by_layer().items()
         }
 
     def calls_by_layer(self) -> dict[str, tuple[str, list[LayerCall]]]:
-        """Return the path and the calls of each layer, by its name."""
+        """Return the module path and calls of each layer, by layer name."""
         found: dict[str, tuple[str, list[LayerCall]]] = {}
         for (site, *_), calls in filter(itemgetter(1), self._sites.items()):
             path, number = str(site), 2
@@ -113,7 +114,7 @@ class Seen(PlottedResult):
         return found
 
     def layer_of(self, name: str, path: str, noted: Sequence[LayerCall]) -> Layer:
-        """Return the layer of this name, at the path of a module, that these calls are of."""
+        """Build the layer of this name and module path from its calls."""
         calls = [call.seen for call in noted]
         last, longest = calls[-1], max(calls, key=lambda call: (call.query_len, call.key_len))
         return Layer(
@@ -159,20 +160,20 @@ class Seen(PlottedResult):
         return table(self.layers.values())
 
     def __dir__(self) -> list[str]:
-        return ["calls", "layers", "plot", "to_pandas"]  # the rest is for other rooms of the package
+        return ["calls", "layers", "plot", "to_pandas"]  # other attributes are internal
 
 
 class LayerFacts(NamedTuple):
-    """Facts about a layer that a record has beside its numbers."""
+    """Facts about a layer that a log record stores besides statistics."""
 
     heads: int
     softcap: float | None
     is_fallback: bool
-    rescaled: tuple[str, ...]  # "queries", "keys": normalised, or given a temperature, after their projection
+    rescaled: tuple[str, ...]  # sides normalised, or multiplied by a temperature, after their projection
 
 
 def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> str:
-    """Return one line a layer, under headings, and what is not in the numbers; `words` are verdicts, by layer."""
+    """Return a table with one line per layer and a note about padding; `words` are verdicts by layer name."""
     columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)), *(() if words is None else ("verdict",)))
     rows = [columns, *((*_cells(layer), *(() if words is None else (words[layer.name],))) for layer in layers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
@@ -186,7 +187,7 @@ def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> 
 
 
 def by_depth(calls: list[LayerCall]) -> dict[str, list[LayerCall]]:
-    """Return the calls by the suffix of the layer's name for their depth; one without a suffix if all are one layer."""
+    """Group calls by depth under the suffix of the layer's name; one group with no suffix if all are one layer."""
     depths: dict[int, list[LayerCall]] = {}
     for call in calls:
         depths.setdefault(call.depth, []).append(call)
@@ -197,7 +198,7 @@ def by_depth(calls: list[LayerCall]) -> dict[str, list[LayerCall]]:
 
 
 def padding_note(layers: Collection[Layer]) -> list[str]:
-    """Return a sentence that says how many queries are not in the numbers; empty where all are."""
+    """Return a sentence with the number of padding queries that statistics exclude; empty without padding."""
     padded = [layer for layer in layers if layer.padding]
     if not padded:
         return []
@@ -208,7 +209,7 @@ def padding_note(layers: Collection[Layer]) -> list[str]:
 
 
 def _is_over_time(keys: list[int]) -> bool:
-    """Return True if each run saw as many keys more than the one before."""
+    """Return True if the number of keys grows by a constant in each run."""
     steps = {after - before for before, after in pairwise(keys)}
     return len(keys) > 2 and len(steps) == 1 and steps.pop() > 0
 
@@ -227,14 +228,14 @@ def _root_over_rows(calls: list[MeasuredCall], norms: Callable[[MeasuredCall], T
 
 
 def _cosine_over_rows(calls: list[MeasuredCall]) -> Tensor | None:
-    """None where the scores of no call hold more than q·k: then their spread tells it."""
+    """Return None unless every call has a cosine; without biases it follows from the spread of the scores."""
     known = {id(call): call.cosine for call in calls if call.cosine is not None}
     return _root_over_rows(calls, lambda call: known[id(call)]) if len(known) == len(calls) else None
 
 
 def _counted(call: MeasuredCall, device: torch.device) -> Tensor:
-    """Return the rows of a call without padding, where that is known on this device: another would be waited for."""
-    rows = torch.full((), call.rows, dtype=torch.float64, device=device)  # filled there: a copy would be waited for
+    """Return the rows of a call without padding; padding on another device is ignored, to avoid a synchronisation."""
+    rows = torch.full((), call.rows, dtype=torch.float64, device=device)  # a copy would synchronise
     if call.padding is None or call.padding.device != device:
         return rows
     return rows - call.padding.sum()

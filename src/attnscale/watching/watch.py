@@ -1,7 +1,7 @@
-"""watch(model): see every attention of a running model, with no edit to it.
+"""watch(model): measure every attention of a running model without editing it.
 
-One mode between the model and torch's kernels sees each operation after it ran, and follows tensors from projections
-to products to softmaxes. Nothing is replaced, so outputs stay as they are to the last bit.
+A dispatch mode receives each operation after it ran, and follows tensors from projections to products to softmaxes.
+No operation is replaced, so outputs are bitwise unchanged.
 """
 
 import threading
@@ -21,7 +21,7 @@ from attnscale.watching.watcher import DEFAULT_ROWS, Settings, Watcher
 
 
 class SharedContext(AbstractContextManager[None]):
-    """A context that is entered with its first holder and left with its last."""
+    """A context entered by its first holder and exited by its last."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make, self._holders, self._lock = make, 0, threading.RLock()
@@ -42,7 +42,7 @@ class SharedContext(AbstractContextManager[None]):
 
 @contextmanager
 def _quiet_about_hooks() -> Iterator[None]:
-    """Silence the warning of a compiled module that there are global hooks."""
+    """Silence the warning of compiled modules about global hooks."""
     warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
     own = warnings.filters[0]
     try:
@@ -57,11 +57,11 @@ WHILE_WATCHING = (SharedContext(lambda: torch.compiler.set_stance("force_eager")
 
 
 def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = False) -> AbstractContextManager[Seen]:
-    """See every attention that runs inside the model, whatever computes it.
+    """Measure every attention that runs inside the model, whatever computes it.
 
-    `rows` are sampled per head and call, None looks at all of them; `keep` holds on to all calls, with their queries,
-    keys, values and masks, to try other scales on. A backward pass leaves the length of the gradient that reached
-    queries and keys. Compiled parts of the model run uncompiled meanwhile. Where nothing was seen, leaving raises.
+    `rows` are sampled per head and call; None measures all rows. `keep` stores the queries, keys, values and masks of
+    all calls, to try other scales on. A backward pass adds the norm of the gradient that reached queries and keys.
+    Compiled parts of the model run uncompiled inside the context. Leaving it raises an error if no attention ran.
 
     >>> import torch
     >>> from torch import nn
@@ -77,11 +77,11 @@ def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = Fal
 
 @contextmanager
 def watched(model: nn.Module, settings: Settings) -> Iterator[Seen]:
-    """See every attention that runs inside the model, as the settings say."""
+    """Measure every attention that runs inside the model, with these settings."""
     if not isinstance(model, nn.Module):
         raise InputError(f"Expected a torch.nn.Module to watch, got {type(model).__name__}.")
     if not can_watch():
-        raise InputError("This version of torch lets nobody see the operations of a model: nothing can be watched.")
+        raise InputError("Expected a version of torch with dispatch modes, which watch() needs.")
     watcher = Watcher(model, settings)
     with ExitStack() as stack:
         for change in WHILE_WATCHING:

@@ -1,4 +1,4 @@
-"""Watcher: the dispatch mode that sees every operation of a model and passes it on, to be measured or traced."""
+"""Watcher: the dispatch mode that receives every operation of a model, to measure or trace it."""
 
 import warnings
 from collections import Counter
@@ -34,25 +34,24 @@ from attnscale.watching.written_call import WrittenCall, written_call
 DEFAULT_ROWS = 64
 PLAIN_TENSORS = frozenset((Tensor, nn.Parameter))
 NESTED = (
-    "SDPA on nested tensors is followed where it runs a fused kernel on their values, as for jagged ones on a GPU; "
-    "attnscale.attention takes them everywhere, and so does SDPA with padding and a mask"
+    "SDPA on nested tensors can be measured only if it runs a fused kernel on their values, as for jagged tensors on a "
+    "GPU; elsewhere, use attnscale.attention, or SDPA with padding and a mask"
 )
-RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defect
+RAISE_FAILURES = False  # True in tests, where an operation that cannot be read is a bug
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of a watched forward.
 
-    `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries, keys, values and masks
-    of all calls. With `training`, calls in evaluation mode without gradients are left out, and a plan is recorded for
-    probes.
+    `rows` are sampled per head and call; None measures all rows. `keep` stores queries, keys, values and masks of all
+    calls. With `training`, calls in evaluation mode without gradients are skipped, and a plan for probes is recorded.
     """
 
     rows: int | None = DEFAULT_ROWS
     keep: bool = False
     training: bool = False
-    may_be_empty: bool = False  # a model that ran and showed no attention is a result, not an error
+    may_be_empty: bool = False  # finding no attention in a model that ran is no error
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -60,17 +59,17 @@ class Settings:
             raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
 
 
-class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
+class Watcher(DispatchMode):  # type: ignore[misc]  # torch's class is untyped
     """The dispatch mode between a model and torch's kernels."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and asking costs more than reading most operations
+        return False  # nothing is compiled here, and torch's own check costs more than reading an operation
 
     def __init__(self, model: nn.Module, settings: Settings, seen: Seen | None = None) -> None:
-        """Note calls in `seen`, to which others may add theirs; in a new one where none is given."""
+        """Record calls in `seen`, which other recorders may share; by default in a new one."""
         super().__init__()
         lineage, modules = Lineage(ParameterNames(model)), modules_by_path(model)
         self.norms = QueryKeyNorms(modules, lineage)
@@ -86,11 +85,11 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, traits = kwargs or {}, traits_of(func)
         if in_backward() or not self.stack.stack or self.stack.is_over:
-            return func(*args, **kwargs)  # a backward pass, which may recompute; or no part of the model
+            return func(*args, **kwargs)  # a backward pass, which may recompute calls, or code outside the model
         if not PLAIN_TENSORS.issuperset(types) and any(map(_is_special, types)):
             if is_fake(types):
-                return func(*args, **kwargs)  # it has shapes alone: sharded tensors compute their layout with it
-            return NotImplemented  # a sharded or quantised tensor: see what it does inside
+                return func(*args, **kwargs)  # it has no values: sharded tensors compute their layout with it
+            return NotImplemented  # a sharded or quantised tensor: receive its inner operations instead
         if traits.is_composite and not (any(map(is_nested, args)) or _is_fused(traits, args)):
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -99,7 +98,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         result = func(*args, **kwargs)
         try:
             self._read(traits, args, kwargs, result)
-        except Exception as error:  # a model that runs must go on running
+        except Exception as error:  # never break the user's forward
             self._failed(func, error)
         return result
 
@@ -139,9 +138,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def _ran(self, name: str, output: Any) -> None:
         try:
             self.norms.note_output(name, output)
-            if not in_backward():  # which runs modules again
+            if not in_backward():  # checkpointing runs modules again
                 self.plan_recorder.ran(name, self.stack.depth(name))
-        except Exception as error:  # a model that runs must go on running
+        except Exception as error:  # never break the user's forward
             self._failed(name, error)
 
     def _failed(self, what: Any, error: Exception) -> None:
@@ -150,7 +149,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             raise error
 
     def conclude(self) -> None:
-        """Warn of what could not be followed; where nothing was seen at all, raise."""
+        """Warn about operations that could not be followed; raise if no attention was found."""
         unfollowed = self.tracer.unfollowed
         if self._settings.training and not self.failures and not unfollowed:
             self.seen.plan = self.plan_recorder.plan(self.stack.called, self.seen.unused_norms)
@@ -160,15 +159,15 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         ]
         if self.failures:
             warnings.warn(
-                f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}",
+                f"{len(self.failures)} operations could not be followed; the first is {self.failures[0]}",
                 NotFollowedWarning,
                 stacklevel=4,
             )
         if self.seen.unfollowed and self.seen.calls:
             nested = f". {NESTED}" * (self.plan_recorder.obstacle == NESTED)
             warnings.warn(
-                f"{len(self.seen.unfollowed)} modules mix values by a softmax that could not be followed to a product "
-                f"of queries and keys, and are left out: {', '.join(self.seen.unfollowed)}{nested}",
+                f"{len(self.seen.unfollowed)} modules are left out, because their softmax mixes values but could not "
+                f"be followed to a product of queries and keys: {', '.join(self.seen.unfollowed)}{nested}",
                 NotFollowedWarning,
                 stacklevel=4,
             )
@@ -207,7 +206,7 @@ def _is_special(kind: type) -> bool:
 
 
 def _is_fused(traits: OpTraits, args: Any) -> bool:
-    """Return True if the device has a kernel for a composite operation, which rounds differently than its parts."""
+    """Return True if the device has a kernel for a composite operation, which rounds differently from its parts."""
     if not traits.fused_on:
         return False
     tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)
@@ -215,37 +214,37 @@ def _is_fused(traits: OpTraits, args: Any) -> bool:
 
 
 class ParameterNames:
-    """Names of a model's parameters; under FSDP2 a running module holds other tensors than one at rest."""
+    """Names of a model's parameters, including the tensors by which FSDP2 replaces them while a module runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._has_parts = model, False
-        self._known: dict[int, tuple[Tensor, str]] = {}  # looked up when the first is met
+        self._names: dict[int, tuple[Tensor, str]] = {}  # filled on first use
 
     def __call__(self, tensor: Tensor) -> str | None:
-        """Return the name, the first of several; None for what is no parameter of the model."""
-        may_be_new = isinstance(tensor, nn.Parameter) or (self._has_parts and tensor.is_leaf)  # FSDP2 makes them anew
-        if not self._known or (may_be_new and id(tensor) not in self._known):
-            self._known = self._look_up() | self._known
-        return self._known.get(id(tensor), (tensor, None))[1]
+        """Return the first name of a parameter; None for other tensors."""
+        may_be_new = isinstance(tensor, nn.Parameter) or (self._has_parts and tensor.is_leaf)  # FSDP2 creates new ones
+        if not self._names or (may_be_new and id(tensor) not in self._names):
+            self._names = self._look_up() | self._names
+        return self._names.get(id(tensor), (tensor, None))[1]
 
     def _look_up(self) -> dict[int, tuple[Tensor, str]]:
         named = list(reversed(list(self._model.named_parameters(remove_duplicate=False))))
-        # a rank that holds some heads of a layer multiplies by its own part of the parameter
+        # under tensor parallelism, a rank multiplies by its own part of a parameter
         local = [(name, part) for name, parameter in named if (part := local_part(parameter)) is not None]
         self._has_parts |= bool(local)
         return {id(tensor): (tensor, name) for name, tensor in [*local, *named]}
 
 
 class Reporter:
-    """Measures attention calls one by one, and notes each under the place where it happened."""
+    """Measure attention calls one by one, and record each under its module and line."""
 
     def __init__(self, settings: Settings, stack: ModuleStack, seen: Seen, plan: PlanRecorder) -> None:
         self._settings, self._stack, self._seen, self._plan = settings, stack, seen, plan
-        self.softmaxes = 0  # all that ran
-        self.unread: Counter[str] = Counter()  # those that were not followed to a product, by module
+        self.softmaxes = 0  # number of softmaxes that ran
+        self.unread: Counter[str] = Counter()  # softmaxes not followed to a product, by module
 
     def kernel(self, call: KernelCall) -> Softmax:
-        """Measure a call of a kernel."""
+        """Measure a kernel call."""
         module = self._stack.innermost
         line, depth = self._stack.line_within(module), self._stack.depth(module)
         seen = self._measured(call)
@@ -259,15 +258,15 @@ class Reporter:
         return seen.softmax
 
     def softmax(self, scores: Tensor, node: Node, axis: int, by: str = "") -> Softmax | None:
-        """Measure an attention that is written out; None where the softmax cannot be followed to a product."""
+        """Measure a hand-written attention; None if its softmax cannot be followed to a product."""
         self.softmaxes += 1
         axis %= max(scores.dim(), 1)
         product = node.role.of if isinstance(node.role, Scores) else None
         call = None if product is None else written_call(find_axes(product, node, axis), scores)
         if product is None or call is None:
-            if product is not None:  # a softmax of anything else is noticed where it mixes values
+            if product is not None:  # other softmaxes are reported if they mix values
                 self._plan.give_up("a softmax of a product could not be followed")
-            if not are_outputs_of_one_projection(node, axis):  # a loss, or a router
+            if not are_outputs_of_one_projection(node, axis):  # not a loss or a router
                 self.unread[self._stack.display_name(self._stack.innermost)] += 1
             return None
         path = _common(product.modules, self._stack.stack)
@@ -291,7 +290,7 @@ class Reporter:
         return seen.softmax
 
     def _record(self, call: WrittenCall, seen: MeasuredCall, path: str, by: str, shape: tuple[int, ...]) -> None:
-        """Record a call in the plan: by SDPA, or where one operation took a softmax of scores of this shape."""
+        """Record a call in the plan: one of SDPA, or of a plain softmax of scores with this shape."""
         planned = None
         if by == OF_SDPA:
             seen.factors = factors_before(call, seen, shape)
@@ -299,7 +298,7 @@ class Reporter:
             planned = written_plan(call, seen, shape)
             seen.factors = None if planned is None else tuple(path.factor.mean(1) for path in call.paths)
         if seen.factors is not None:
-            seen.highest_bias = 0.0  # but for rounding
+            seen.highest_bias = 0.0  # any remainder is rounding
         self._note_run(path)
         self._plan.add_written(path, self._stack.line_within(path), seen, planned)
 

@@ -1,6 +1,6 @@
-"""Attention written out by hand: a product of activations, followed to a softmax of it.
+"""Hand-written attention: a product of two activations, and the softmax computed from it.
 
-The operations on the way say what multiplies q·k; the numbers are compared with that, and believed where they differ.
+The multiplier of q·k is read from the operations in between and checked against the scores, which win if they differ.
 """
 
 from dataclasses import dataclass, replace
@@ -25,16 +25,16 @@ from attnscale.watching.layer import COMPUTED, MeasuredCall, Reading, Wiring, di
 from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal, spread_positions
 from attnscale.watching.saved_call import save_written_call
 
-EXPLAINED = 0.9  # of the variance of scores by q·k, where nothing else is said to be in them
+EXPLAINED = 0.9  # least share of the variance of scores that q·k must explain, if nothing else is in them
 PROBED_ROWS = 4
 NORMED_ROWS = 64
-DISAGREEMENT = 0.01  # relative: more than half precision rounds a slope by
-VISIBLE_BIAS = 0.02  # of the spread of the scores: half precision rounds them by less
+DISAGREEMENT = 0.01  # relative; half precision rounds a slope by less
+VISIBLE_BIAS = 0.02  # relative to the spread of the scores; half precision rounds them by less
 FACTOR_OF_ONE = 1e-6
 
 
 def written_call(axes: Axes | None, scores: Tensor) -> "WrittenCall | None":
-    """Return the attention that a softmax belongs to; None where its input cannot be followed to the product."""
+    """Return the attention of a softmax; None if its input cannot be followed to the product."""
     if axes is None:
         return None
     written = WrittenCall(axes, scores.detach().reshape(axes.shape))
@@ -43,7 +43,7 @@ def written_call(axes: Axes | None, scores: Tensor) -> "WrittenCall | None":
 
 @dataclass(frozen=True)
 class WrittenCall:
-    """One attention written out; `probe` are the positions, of the first batch entry, that are looked at closely."""
+    """One hand-written attention; `probe` holds positions in the first batch entry that are examined closely."""
 
     axes: Axes
     scores: Tensor
@@ -69,7 +69,7 @@ class WrittenCall:
 
     @property
     def trace(self) -> Trace:
-        """The way of the first of them from the softmax back to the product."""
+        """Operations from the softmax back to the product, for the first probed rows."""
         return self.probed.product_points.traces[0]
 
     def measure(self, rows: int | None, keep: bool) -> MeasuredCall:
@@ -128,17 +128,17 @@ class WrittenCall:
 
     @cached_property
     def paths(self) -> tuple[ProjectionPath, ProjectionPath]:
-        """The operations on the probed queries, and on their keys, since their projections."""
+        """Operations on the probed queries, and on their keys, since their projections."""
         return self.probed.path(queries=True), self.probed.path(queries=False)
 
     @property
     def head_dim(self) -> int:
-        """Features that are multiplied; some attentions multiply two kinds of them separately, and add the products."""
+        """Number of multiplied features, over all products: some attentions add products of two kinds of features."""
         return int(sum(part.left.shape[-1] for part in (self.axes.product, *self._parts)))
 
     @cached_property
     def _parts(self) -> list[Product]:
-        """Products of other features of the same queries: added, and scaled alike."""
+        """Products of other features of the same queries and keys, added with the same scale."""
         if not self.trace.other_scores:
             return []
         own, parts = set(channels_of(self.axes.product)), []
@@ -147,7 +147,7 @@ class WrittenCall:
                 continue
             product = node.role.of
             if own.intersection(theirs := channels_of(product)) or () in theirs:
-                continue  # a term of positions, which multiplies the query or the key of the scores once more
+                continue  # a positional term: the same query, or key, times positions
             product_points = points_in_product(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
             total = product_points.factor[0] * factor * product.alpha
             if product_points.are_found.all() and np.isclose(total, self.probed.multiplier.flat[0], rtol=1e-4):
@@ -156,19 +156,19 @@ class WrittenCall:
 
     @property
     def biases(self) -> tuple[tuple[Tensor, float], ...]:
-        """Operands that were added to the scores, each with the factor that multiplied it afterwards."""
+        """Operands added to the scores, each with the factor that multiplied it afterwards."""
         bias = self.axes.product.bias
         own = () if bias is None else ((bias, float(self.probed.product_points.factor.mean())),)
         return self.trace.biases + own
 
     @property
     def softcap(self) -> float | None:
-        """The factor that multiplies a tanh of the scores."""
+        """Soft-cap: the factor on a tanh of the scores."""
         return abs(self.trace.caps[0]) if self.trace.caps else None
 
     @cached_property
     def predicted(self) -> Tensor:
-        """Scores of the probed rows, (heads, rows, keys), as the operations after the product say."""
+        """Scores of the probed rows, (heads, rows, keys), predicted from the operations after the product."""
         return self.probed.predicted(self.softcap)
 
     @property
@@ -176,16 +176,16 @@ class WrittenCall:
         return self.trace.added or self.axes.product.bias is not None
 
     def scales(self, fitted: "Fit | None") -> Tensor:
-        """Return the slope of the softmax's input on q·k, a value a head."""
+        """Return the slope of the softmax's input on q·k, one value per head."""
         stated = torch.from_numpy(self.stated.mean(1))
         if fitted is None:
-            return stated  # what else is in the scores would be taken for a slope
+            return stated  # other terms in the scores would distort a fitted slope
         slope = fitted.slope.cpu()
         return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
 
     @property
     def stated(self) -> NDArray[np.float64]:
-        """The multiplier of q·k that the operations say, (heads, rows)."""
+        """Multiplier of q·k according to the operations, (heads, rows)."""
         query, key = self.paths
         return query.signed_factor * key.signed_factor * self.probed.multiplier
 
@@ -195,11 +195,11 @@ class WrittenCall:
         return not impure and self.softcap is None
 
     def gradients(self, factor: float = 1.0) -> GradientLengths:
-        """Follow the gradients of the operands of the product, or of what a factor multiplied to make them."""
+        """Add gradient hooks to the operands of the product; `factor` undoes SDPA's own factor."""
         product, groups = self.axes.product, self.axes.groups
         found = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).product_points.at[:, 0]
         if product.left.dim() != 3 or product.right.dim() != 3 or len(np.unique(found)) < len(found):
-            return GradientLengths()  # several heads in one entry cannot be told apart by it
+            return GradientLengths()  # several heads share one batch entry
         entries = found.reshape(groups.shape)
         query, key = (product.left, product.right) if self.axes.keys_are_right else (product.right, product.left)
         return GradientLengths.followed(
@@ -207,7 +207,7 @@ class WrittenCall:
         )
 
     def norms(self, padding: Tensor | None, hidden: Tensor | None, every: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ‖q‖, ‖k‖ and their cosine for each head, padding aside, as they left their projections."""
+        """Return ‖q‖, ‖k‖ and their cosine for each head without padding; norms are those after the projections."""
         length, keys = self.axes.length, int(self._in_product.sum())
         positions, columns = (spread_positions(size, size if every else NORMED_ROWS) for size in (length, keys))
         some = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
@@ -219,17 +219,17 @@ class WrittenCall:
         return query.cpu() / of_query, key.cpu() / of_key, mean_cosine(queries, keys_seen, left_out).cpu()
 
     def origins(self) -> Origins:
-        """Return the origins of queries and keys; of a sum of several products, or of mixed heads, none."""
+        """Return the origins of queries and keys; empty for a sum of products or for mixed heads."""
         if self.trace.other_scores or self.trace.mixed:
             return Origins()
         return Origins(*(released(self.probed.origin(queries)) for queries in (True, False)))
 
     def sinks(self, scores: Tensor) -> Tensor | None:
-        """Return the highest score of the probed rows that is no key's, a value a head; None where all are keys'."""
+        """Return the largest sink score of the probed rows, one value per head; None without sinks."""
         return None if bool(self._in_product.all()) else scores[..., ~self._in_product].amax((-2, -1)).double().cpu()
 
     def highest_bias(self, scores: Tensor, shown: Tensor) -> float:
-        """Return the most that is added to a score, by the biases that are known and by the probed rows."""
+        """Return the largest value added to a score, by known biases and in the probed rows."""
         if not self._adds:
             return 0.0
         known = [float(bias.max()) * by for bias, by in self.biases if is_bias(bias)]
@@ -238,7 +238,7 @@ class WrittenCall:
 
     @cached_property
     def _in_product(self) -> Tensor:
-        """True for keys in the product, False for a sink beside them."""
+        """True for keys in the product, False for a sink."""
         return torch.from_numpy(self.axes.columns != NOWHERE).to(self.scores.device)
 
     @cached_property
@@ -250,7 +250,7 @@ class WrittenCall:
         return view.flatten(-1 - len(axes.query_axes), -2) if axes.query_axes else view.unsqueeze(-2)
 
     def _by_head(self, groups: Tensor) -> Tensor:
-        """Return (batch, heads, …) of what has a value for each combination of the other axes."""
+        """Return values of flat (batch, head) groups as (batch, heads, …)."""
         return groups[torch.from_numpy(self.axes.groups).to(groups.device)]
 
     def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -277,27 +277,27 @@ class WrittenCall:
 
     @cached_property
     def finite_gaps(self) -> list[tuple[float, float]]:
-        """Masks that subtract a number which a score may have, too: how much, and the most that they add."""
+        """(gap, largest value) of each mask whose gap is so small that a score can have it, too."""
         gaps = [(hiding_gap(bias), float(bias.max()), by) for bias, by in self.biases if bias.numel()]
         found = [(gap * abs(by), highest * by) for gap, highest, by in gaps if gap is not None]
         return [(gap, highest) for gap, highest in found if HIDING_GAP <= gap < -NEVER_A_SCORE]
 
     def highest(self) -> Tensor:
-        """Return the largest score there is, a value a head."""
+        """Return the largest score of each head; inf if rows were shifted."""
         if self._shifted:
             return torch.full((self.heads,), torch.inf, dtype=torch.float64)
         return self._by_head(self._by_group.amax((-2, -1)).reshape(-1)).amax(0).double()
 
 
 class Fit(NamedTuple):
-    """Fit of scores on their prediction, a value a head."""
+    """Linear fit of scores on their prediction, one value per head."""
 
     slope: Tensor
     explained: Tensor  # R²
 
 
 def reading_of(call: WrittenCall, fitted: Fit | None, fill: float | None) -> Reading:
-    """Return what is known of the way to the softmax; `fitted` where nothing but q·k should be in the probed rows."""
+    """Return facts about the operations before the softmax; `fitted` is None if scores contain more than q·k."""
     of_paths, trace = Reading.of_paths(*call.paths), call.trace
     after = trace.after_caps
     return replace(
@@ -314,7 +314,7 @@ def reading_of(call: WrittenCall, fitted: Fit | None, fill: float | None) -> Rea
 
 
 def capped_mask(trace: Trace, cap: float | None) -> float | None:
-    """Return what a soft-cap makes of scores that were hidden before it; None where none were."""
+    """Return the value of masked scores after a soft-cap; None if none was masked before it."""
     hides = (
         each <= -HIDING_GAP if isinstance(each, float) else hiding_gap(each) is not None for each in trace.under_cap
     )
@@ -322,7 +322,7 @@ def capped_mask(trace: Trace, cap: float | None) -> float | None:
 
 
 def inert_fill(trace: Trace, scores: Tensor, shown: Tensor) -> float | None:
-    """Return the number that a mask puts in the place of some keys of a row, where scores reach it, too."""
+    """Return a mask's fill value that is too small to hide keys; None if there is none."""
     for fill in trace.fills:
         filled = (scores == scores.new_tensor(fill)) & shown
         if abs(fill) < HIDING_GAP and bool((filled.any(-1) & ~filled.all(-1)).any()):
@@ -333,7 +333,7 @@ def inert_fill(trace: Trace, scores: Tensor, shown: Tensor) -> float | None:
 def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> Fit:
     """Fit scores (heads, rows, keys) on their prediction, each row with its own intercept."""
     both = torch.stack([predicted, scores]).double()
-    if shown.device.type == "cpu" and bool(shown.all()):  # of a GPU it is not asked: that would be to wait for it
+    if shown.device.type == "cpu" and bool(shown.all()):  # not on a GPU, where this would synchronise
         both -= both.mean(-1, keepdim=True)
     else:
         count = shown.sum(-1, keepdim=True).clamp(min=1)
@@ -352,16 +352,16 @@ def _unread(call: WrittenCall, lost: str, fitted: Fit | None) -> str:
     if call.axes.between_channels:
         return "its product sums over positions: channels attend to channels, and d_k is the length"
     if call.trace.blended:
-        return "an operation between its product and its softmax was not understood"
+        return "an operation between its product and its softmax was not recognised"
     if call.trace.shared_out:
-        return "q·k is one of several terms, by a learned share"
+        return "q·k is one of several terms with learned weights"
     if call.trace.computed_factor:
         return COMPUTED
     why = lost or differs_by_row(call.stated)
     if why or fitted is None or call.axes.product.left.dtype in HALF_DTYPES:
         return why
     explained = float(fitted.explained.min())
-    return f"q·k as it was read explains {explained:.0%} of the scores" if explained < EXPLAINED else ""
+    return f"q·k explains only {explained:.0%} of the variance of its scores" if explained < EXPLAINED else ""
 
 
 def _chosen(left_out: Tensor | None, positions: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The fused attention kernels, and what their arguments mean; a library a file, a line a kernel."""
+"""Readers of fused attention kernels: one file per library, one reader per kernel."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ __all__ = ["KernelCall", "OpTraits", "kernel_calls", "traits_of"]
 DEVICES = ("cpu", "cuda")
 Reader = Callable[[Lineage, dict[str, Any]], Iterator[KernelCall]]
 
-# By the name of an operation; what begins with one that ends in a star is meant too.
+# By operation name; a final star matches any ending.
 READERS: dict[str, Reader] = {
     "aten::_scaled_dot_product_*": sdpa.sdpa,
     "attnscale::attention_rows": sdpa.sdpa,
@@ -36,31 +36,33 @@ READERS: dict[str, Reader] = {
     "aten::_efficient_attention_forward": flash.efficient,
     "flex_attention": sdpa.flex,
 }
-# Of operations that have no schema to tell the names of their arguments.
+# Argument names of operations without a schema.
 ARGUMENTS = {"flex_attention": sdpa.ARGUMENTS}
 
 
 def kernel_calls(lineage: Lineage, name: str, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Return the attentions that a call of a kernel computes; `args` are its arguments and results, by name."""
+    """Return the attentions that a kernel call computes; `args` holds its arguments and results by name."""
     reader = _reader(name)
     return iter(()) if reader is None else map(with_heads_on_their_axis, reader(lineage, args))
 
 
 def _reader(name: str) -> Reader | None:
-    begun = (reader for known, reader in READERS.items() if known.endswith("*") and name.startswith(known[:-1]))
-    return READERS.get(name) or next(begun, None)
+    by_prefix = (
+        reader for pattern, reader in READERS.items() if pattern.endswith("*") and name.startswith(pattern[:-1])
+    )
+    return READERS.get(name) or next(by_prefix, None)
 
 
 @dataclass(frozen=True)
 class OpTraits:
-    """Properties of an operation that are needed every time it runs."""
+    """Cached properties of an operation, needed each time it runs."""
 
     full_name: str = ""
-    name: str = ""  # without namespace, and without the underscore of in-place forms; empty: not read
+    name: str = ""  # without namespace or in-place underscore; empty: not read
     arguments: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
-    is_composite: bool = False  # made of other operations; in inference mode such ones arrive whole
-    fused_on: frozenset[str] = frozenset()  # devices where it is one kernel all the same, which rounds otherwise
+    is_composite: bool = False  # composed of other operations; not decomposed in inference mode
+    fused_on: frozenset[str] = frozenset()  # devices with one kernel for it, which rounds differently
     is_mutable: bool = False
     is_kernel: bool = False
 
@@ -87,7 +89,7 @@ def traits_of(function: Any) -> OpTraits:
 
 
 def with_heads_on_their_axis(call: KernelCall) -> KernelCall:
-    """Return the call with all heads on the second axis; the same call where they are, or where that is unknown."""
+    """Return the call with heads on the second axis; unchanged if they are there or cannot be located."""
     node = call.query_node
     if node is None or len(node.shape) != 4 or not all(node.shape) or call.visibility.documents is not None:
         return call
@@ -117,18 +119,18 @@ def with_heads_on_their_axis(call: KernelCall) -> KernelCall:
 
 @dataclass(frozen=True)
 class _Order:
-    """The kernel's (batch · heads) entry that holds each head of each batch entry."""
+    """Position of each head of each batch entry in the kernel's merged (batch · heads) axis."""
 
     kernel_heads: int
     entries: Indices  # (batch, heads)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as (batch, heads, …), with a key for each query head."""
+        """Return a tensor as (batch, heads, …), with keys repeated for each query head."""
         each = tensor.repeat_interleave(self.kernel_heads // tensor.shape[1], 1).flatten(0, 1)
         return each[torch.from_numpy(self.entries).to(tensor.device)]
 
     def node(self, node: Node) -> Node:
-        """Return the node of a tensor in this order."""
+        """Return a node reordered to (batch, heads, …)."""
         share = self.kernel_heads // node.shape[1]
 
         def back(points: Points) -> Points:
@@ -137,9 +139,9 @@ class _Order:
 
         return moved(node, (*self.entries.shape, *node.shape[2:]), back)
 
-    def visibility(self, seen: Visibility, batch: int) -> Visibility:
-        """Return the visibility in this order."""
-        mask = seen.mask
+    def visibility(self, visibility: Visibility, batch: int) -> Visibility:
+        """Return the visibility reordered to (batch, heads, …)."""
+        mask = visibility.mask
         if mask is None or mask.shape[:-2].numel() == 1:
-            return seen
-        return replace(seen, mask=self.tensor(mask.expand(batch, self.kernel_heads, *mask.shape[-2:])))
+            return visibility
+        return replace(visibility, mask=self.tensor(mask.expand(batch, self.kernel_heads, *mask.shape[-2:])))

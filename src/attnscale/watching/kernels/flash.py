@@ -1,6 +1,6 @@
-"""Flash attention, for one length and for sequences laid end to end.
+"""Readers of flash attention, for batches of one length and for packed sequences.
 
-The functions of the package flash-attn, torch.nn.attention.varlen, and the kernels that SDPA runs for jagged tensors.
+They cover flash-attn, torch.nn.attention.varlen, and the kernels that SDPA runs for jagged tensors.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def flash(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
 
 
 def flash_varlen(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Read flash-attn over sequences laid end to end."""
+    """Read flash-attn over packed sequences."""
     starts = {name: args[f"cu_seqlens_{name}"].tolist() for name in ("q", "k")}
     starts["v"] = starts["k"]
     for number in range(len(starts["q"]) - 1):
@@ -31,7 +31,7 @@ def flash_varlen(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]
 
 
 def varlen(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Read _varlen_attn and _flash_attention_forward: (total, heads, features), or a batch of one length."""
+    """Read _varlen_attn and _flash_attention_forward: packed (total, heads, features), or a batch of one length."""
     left, right = args.get("window_size") or (args.get("window_size_left"), args.get("window_size_right"))
     starts = [args.get(name) for name in ("cu_seq_q", "cu_seq_k")]
     starts = [args.get(name) for name in ("cum_seq_q", "cum_seq_k")] if starts[0] is None else starts
@@ -40,11 +40,11 @@ def varlen(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
 
 
 def efficient(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Read aten::_efficient_attention_forward: (1, total, heads, features) of sequences, or a batch of one length."""
+    """Read aten::_efficient_attention_forward: packed (1, total, heads, features), or a batch of one length."""
     starts = [args.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     first_key, last_key = (args.get("custom_mask_type") == kind for kind in (1, 2))
     if args.get("bias") is not None or (first_key and not _are_alike(args, starts)):
-        return  # what flash's arguments cannot say: its causality is aligned to the last key
+        return  # flash has no bias, and aligns causality to the last key
     if starts[0] is None:
         yield from flash(lineage, _as_flash(args, starts, first_key or last_key, None, None))
         return
@@ -71,7 +71,7 @@ def _flash_kernel(args: dict[str, Any], query: Node, key: Node, value: Node) -> 
 
 
 def _part(node: Node, part: slice) -> Node:
-    """Return one sequence of those laid end to end, as a batch of its own."""
+    """Return one of the packed sequences, as a batch of one."""
     back = sliced(0, part.start)
     return moved(node, (1, part.stop - part.start, *node.shape[1:]), lambda points: back(points[:, 1:]))
 
@@ -86,7 +86,7 @@ def _visibility(args: dict[str, Any]) -> Visibility:
     right = 0 if args.get("causal") else args.get("window_size_right")
     q_len, kv_len = args["q"].shape[1], args["k"].shape[1]
     if args.get("causal") and q_len == 1:
-        right = None  # one row, which is the last, sees every key
+        right = None  # the only row is the last, which sees every key
     ahead = kv_len - q_len
     return Visibility(
         last=None if right is None or right < 0 else ahead + right,

@@ -1,4 +1,4 @@
-"""KernelCall: attention by a fused kernel. Its arguments say what was applied, and its lineage what came before."""
+"""KernelCall: attention by a fused kernel, read from the kernel's arguments and the lineage of its inputs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -35,12 +35,12 @@ from attnscale.watching.layer import Factors, MeasuredCall, Reading, Wiring, dif
 from attnscale.watching.rows import Rows, flags_added, highest_added, keys_nobody_sees, looks_causal, spread_positions
 from attnscale.watching.saved_call import save_kernel_call
 
-PROBED_ROWS = 64  # for masks
+PROBED_ROWS = 64  # rows of a mask that are examined
 NORMED_ROWS = 64
-MODIFIED_ROWS = 8  # on which a score modification is asked what it does
+MODIFIED_ROWS = 8  # rows on which a score modification is tested
 
-Positions = Tensor | None  # (batch or 1, positions): those that do not count
-ScoreMod = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # scores, positions of their rows -> scores, visible
+Positions = Tensor | None  # (batch or 1, positions): True for excluded positions
+ScoreMod = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (scores, row positions) -> (scores, visible)
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class KernelCall:
     key_node: Node | None = None
     visibility: Visibility = EVERYTHING
     softcap: float | None = None
-    width: int | None = None  # of what was projected, where that is known
-    inside: str = ""  # the submodule it stands for, which did not run itself
+    width: int | None = None  # width of the projection's input, if known
+    inside: str = ""  # submodule that the kernel replaces
     score_mod: ScoreMod | None = None
     value_node: Node | None = None
-    origins: Origins | None = None  # where they are known without following anything
+    origins: Origins | None = None  # set if known without following the lineage
     value: Tensor | None = None
-    attends_itself: bool = False  # queries and keys are known to be of the same positions
-    drops: bool = False  # weights at random
-    hidden: Tensor | None = None  # keys, by its mask from every query, where that was told
-    lse: Tensor | None = None  # of every row, (batch, heads, q_len), where the kernel left it
-    # query and key with heads in the place of the batch, and what puts heads on their axis; None: heads are there
+    attends_itself: bool = False  # self-attention: queries and keys have the same positions
+    drops: bool = False  # applies dropout to the weights
+    hidden: Tensor | None = None  # keys that the mask hides from every query; None: computed from the mask
+    lse: Tensor | None = None  # log-sum-exp of every row, (batch, heads, q_len), if the kernel returned it
+    # query and key with heads merged into the batch, and a function that separates them; None: heads have an axis
     heads_in_batch: tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None = None
-    softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # which is told what becomes of its weights
+    softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # collects how its weights are used
 
     def measure(self, rows: int | None, keep: bool) -> MeasuredCall:
         """Measure this call."""
@@ -83,14 +83,16 @@ class KernelCall:
             by_entry, rows_by_entry = _by_entry(self.query_node, left_out)
             weights = rows_by_entry if rows_by_entry.any() else None
             query_path = query_path._replace(factor=np.average(by_entry, axis=0, weights=weights))
-            divisor = np.where(by_entry == 0, 1.0, np.abs(by_entry))  # a row that sees one key is multiplied by ln 1
+            divisor = np.where(
+                by_entry == 0, 1.0, np.abs(by_entry)
+            )  # log n scaling multiplies a row with one key by ln 1 = 0
             query = query.detach() / torch.from_numpy(divisor).to(query)[..., None, None]
         factors = np.abs(query_path.factor), np.repeat(np.abs(key_path.factor), group)
         factor = query_path.signed_factor * np.repeat(key_path.signed_factor, group)
         found = call._plain(rows) if self.score_mod is None else call.modified(self.score_mod, rows)
         norm_factors = factors if query is self.query else (np.ones(heads), factors[1])
-        not_counted = found.padding, found.hidden_keys
-        lengths = measured_lengths(query, self.key, not_counted, every=rows is None)
+        excluded = found.padding, found.hidden_keys
+        lengths = measured_lengths(query, self.key, excluded, every=rows is None)
         query_norm, key_norm = map(_before, lengths, norm_factors)
         kept = (
             save_kernel_call(call, found.multiplier * factor, (query_path, key_path), found.softcap) if keep else None
@@ -132,18 +134,18 @@ class KernelCall:
         )
 
     def cosine(self, found: "KernelScores") -> Tensor:
-        """Root mean square of the cosine between the queries and keys of each head, padding aside."""
+        """Return the root mean square cosine between queries and keys of each head, without padding."""
         (query, padding), (key, hidden) = _measured(self.query, found.padding), _measured(self.key, found.hidden_keys)
         return mean_cosine(query, key, (padding, hidden))
 
     @property
     def has_finite_lse(self) -> bool:
-        """True if the kernel reports of every row that its weights are numbers."""
+        """True if the log-sum-exp of every row is finite, so no weight is NaN."""
         return self.lse is not None and is_surely_finite(self.lse)
 
     @property
     def is_causal(self) -> bool:
-        """True if the kernel's arguments say that no row sees a later key; its mask may hide more."""
+        """True if the kernel's arguments request causal attention; its mask may hide more."""
         return self.visibility.last in (0, self.key.shape[-2] - self.query.shape[-2])
 
     def _origins(self) -> Iterator[Origin | None]:
@@ -157,17 +159,17 @@ class KernelCall:
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Number of query heads per key head."""
         return self.query.shape[1] // max(self.key.shape[1], 1)
 
     @cached_property
     def hidden_keys(self) -> Tensor | None:
-        """Keys that its mask hides from every query, (batch or 1, keys)."""
+        """True for keys that the mask hides from every query, (batch or 1, keys)."""
         return keys_nobody_sees(self.visibility.mask) if self.hidden is None else self.hidden
 
     @property
     def padding(self) -> Tensor | None:
-        """Queries that stand where nobody sees the key, (batch, queries); None where that is not known."""
+        """True for queries at positions with hidden keys, (batch, queries); None if unknown."""
         batch, _, length, _ = self.query.shape
         hidden = self.hidden_keys
         if not self.attends_itself or hidden is None or hidden.shape[-1] != length:
@@ -176,14 +178,14 @@ class KernelCall:
 
     @property
     def scored(self) -> Call:
-        """The attention that the kernel's arguments say; queries of padding are left out."""
+        """The attention described by the kernel's arguments, without padding queries."""
         seen = self.visibility.with_infinite_mask()
         seen = seen if self.padding is None else seen.without_rows(self.padding)
         query, key, _, seen = fold(self.query, self.key, self.key, seen, enable_gqa=True)
         return Call(query, key, key, seen, 0.0, self.scale, self.softcap)
 
     def stats(self, rows: int | None) -> ScoreStats:
-        """Return statistics of its scores."""
+        """Return statistics of the scores."""
         with torch.no_grad(), without_autocast(self.query):
             return measured(self.scored, rows, self.lse)
 
@@ -227,7 +229,7 @@ class KernelCall:
         return query @ self.key.repeat_interleave(group, 1).to(query.dtype).mT * self.scale
 
     def modified(self, modify: ScoreMod, rows: int | None) -> "KernelScores":
-        """Measure a call with a score modification, which is called to find out what it does."""
+        """Measure a call with a score modification, which is evaluated to find its effect."""
         length = self.query.shape[-2]
         probe = spread_positions(length, MODIFIED_ROWS)
         scores = self.scores(probe)
@@ -256,15 +258,15 @@ class KernelCall:
 
 
 class KernelScores(NamedTuple):
-    """Scores of a kernel, by its arguments or by calling its score modification."""
+    """Properties of a kernel's scores, from its arguments or its score modification."""
 
     stats: ScoreStats
     multiplier: float
     softcap: float | None
-    bias: float | None  # the most that is added to a score; None: nothing
+    bias: float | None  # largest value added to a score; None if nothing is added
     causal: bool
-    hidden_keys: Tensor | None  # from every query
-    padding: Tensor | None  # queries that are left out
+    hidden_keys: Tensor | None  # True for keys hidden from every query
+    padding: Tensor | None  # True for padding queries
 
 
 def _is_causal(mask: Tensor | None, length: int) -> bool:
@@ -278,10 +280,10 @@ def _is_causal(mask: Tensor | None, length: int) -> bool:
 def measured_lengths(
     query: Tensor, key: Tensor, left_out: tuple[Positions, Positions], every: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return root mean square lengths of queries, and of the key that each of their heads has, as a kernel takes them.
+    """Return root mean square lengths of each head's queries and keys in a kernel call.
 
-    On their device, since to look at one would be to wait for a GPU. They are over every position that is not left out,
-    or over some that are spread evenly.
+    They cover every position that is not in `left_out`, or an evenly spaced sample of these. Results stay on the
+    device, because reading one would synchronise.
     """
     query, padding = _measured(query, left_out[0], every)
     key, hidden = _measured(key, left_out[1], every)
@@ -302,7 +304,7 @@ def _step(vectors: Tensor) -> int:
 
 
 def _ends(heads: int, length: int) -> Points:
-    """Return the first feature of every head at the first and the last position, in turns."""
+    """Return the first feature of every head, alternating between the first and the last position."""
     points = np.repeat(grid(1, heads, 1, 1), 2, axis=0)
     points[1::2, 2] = length - 1
     return points
@@ -322,7 +324,7 @@ def _follow_ends(node: Node | None, tensor: Tensor) -> list[Trace]:
 
 
 def _first_row(traces: list[Trace]) -> tuple[object, ...]:
-    """Return the row of a parameter that makes the first head's query; a first position may be padding."""
+    """Return the parameter row that makes the first head's query; the last position is used if the first is padding."""
     found = channels_along(traces, 1 + max((int(trace.index.max()) for trace in traces), default=1))[:2]
     return next(filter(None, map(row_of_parameter, found)), ())
 
@@ -336,9 +338,9 @@ def _projection_path(traces: list[Trace], heads: int) -> tuple[ProjectionPath, F
 
 
 def _by_entry(node: Node, left_out: NDArray[np.bool_] | None) -> tuple[Factors, NDArray[np.int64]]:
-    """Return what multiplied the queries of each batch entry, (batch, heads), and how many rows of each count.
+    """Return the factor on the queries of each batch entry, (batch, heads), and its number of rows.
 
-    `left_out`, (batch, length): rows that do not count.
+    Rows in `left_out`, (batch, length), are excluded.
     """
     batch, heads, length, _ = node.shape
     counted = np.ones((batch, length), dtype=bool) if left_out is None else ~left_out

@@ -1,4 +1,4 @@
-"""SDPA by any of its kernels, attnscale's own, torch's fast paths in evaluation mode, and FlexAttention."""
+"""Readers of SDPA's kernels, attnscale's kernels, torch's fast paths in evaluation mode, and FlexAttention."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ def sdpa(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
 
 
 def one_pass(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Read attention_with_stats on a CPU: what every row sees by its position, its document and a mask."""
+    """Read attention_with_stats on a CPU: visibility by position, document and mask."""
     query, key, value = args["query"], args["key"], args["value"]
     own, theirs = args.get("documents_q"), args.get("documents_k")
     documents = None if own is None or theirs is None else (own, theirs)
@@ -55,11 +55,11 @@ def one_pass(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
 
 
 def multi_head_attention(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Read the fast path of nn.MultiheadAttention, which projects inside."""
+    """Read the fast path of nn.MultiheadAttention, which includes the projections."""
     heads, weight, bias = args["num_head"], args["qkv_weight"], args["qkv_bias"]
     width, mask, mask_type = weight.shape[1], args.get("mask"), args.get("mask_type")
     sources = [args["query"], args["key"], args["value"]]
-    if args["query"].is_nested:  # then all are the same
+    if args["query"].is_nested:  # then query, key and value are the same
         padded, mask = _padded(args["query"])
         sources, mask_type = [padded] * 3, None
     query, key, value = (
@@ -88,7 +88,7 @@ def encoder_layer(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall
 
 
 def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sequences of a nested tensor with zeros behind them, and a mask that hides those."""
+    """Return a nested tensor's sequences padded with zeros, and a mask in which True hides padding."""
     lengths = torch.tensor([len(part) for part in nested.unbind()], device=nested.device)
     padded = nested.to_padded_tensor(0.0)
     beyond = torch.arange(padded.shape[1], device=padded.device) >= lengths[:, None]
@@ -107,7 +107,7 @@ def _projected_inside(
     width = query.shape[-1]
     query, key, value = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (query, key, value))
     if mask is not None:
-        shown = ~mask.to(torch.bool)  # true, or −∞, hides
+        shown = ~mask.to(torch.bool)  # True or −∞ hides a key
         mask = shown[:, None, None, :] if mask_type == 1 and shown.dim() == 2 else shown
     scale = query.shape[-1] ** -0.5
     yield KernelCall("fast path", query, key, scale, visibility=Visibility(mask=mask), width=width, value=value)
@@ -119,7 +119,7 @@ ARGUMENTS = (
 
 
 def flex(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Read FlexAttention: its two functions are called to find out what they do to scores."""
+    """Read FlexAttention; its two functions are evaluated to find their effect on scores."""
     query, key, value = (args[name] for name in ("query", "key", "value"))
     modify = _modification(args["score_mod"], args["block_mask"][-1], args["score_buffers"], args["mask_buffers"])
     yield KernelCall(
@@ -129,7 +129,7 @@ def flex(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
 
 
 def _modification(score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any]) -> ScoreMod:
-    """Return a function that changes scores as the two functions of one score do, and says which are visible."""
+    """Return a function that applies score_mod to a tensor of scores and returns which scores mask_mod shows."""
 
     def modify(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, heads, _, keys = scores.shape
