@@ -46,7 +46,6 @@ class Touched:
 
 
 def _spans(rows: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield the first and last number of each run of consecutive rows."""
     start = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or rows[at] != rows[at - 1] + 1:

@@ -105,7 +105,6 @@ def _fold_mask(attn_mask: Tensor, lead: torch.Size, kv_len: int) -> Tensor:
 
 
 def _fold_documents(ids: Tensor, lead: torch.Size) -> Tensor:
-    """Return the documents as (length,), or (batch, length) if batch entries may differ."""
     if math.prod(ids.shape[:-1]) == 1:
         return ids.reshape(-1)
     return ids if ids.dim() == 2 and len(lead) == 1 else ids.expand(*lead, -1).reshape(math.prod(lead), ids.shape[-1])

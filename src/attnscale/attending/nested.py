@@ -123,7 +123,6 @@ def jagged(tensor: Tensor) -> Any:
 
 
 def _even(tensor: Tensor, name: str) -> Sequences:
-    """Return a plain tensor as sequences of one length."""
     if tensor.dim() != 4:
         raise ShapeError(
             f"Expected {name} to be nested like the other tensors, or of shape (batch, heads, length, head_dim), "

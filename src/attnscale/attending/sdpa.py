@@ -102,7 +102,6 @@ def _takes_groups(query: Tensor) -> bool:
 
 
 def _widths(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """Return the head dimensions that the device's fused kernels require."""
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     if query.device.type == "cpu":  # equal head dimensions
         return max(head_dim, value_dim), max(head_dim, value_dim)
