@@ -80,7 +80,7 @@ def test_nan_weights_are_a_finding_and_no_bad_input():
         (["--length", "1"], "Expected --length from 2 to 1,048,576, got 1."),
         (["--device", "tpu"], "Expected a device that this machine has"),
         (["--text", "nowhere.txt"], "Could not read nowhere.txt"),
-        (["--html", "."], "Expected a file to write, and . is a folder."),
+        (["--html", "."], "Expected a file to write, got the folder .."),
         (["--html", f"{__file__}/report.html"], f"Could not write {__file__}/report.html: {__file__} is not a folder."),
         ([""], "Expected a model, got an empty name"),
         (["--what-if", "layer.9"], "No layer 'layer.9' was seen. Expected one of: blocks.0.attention"),
@@ -185,7 +185,7 @@ def test_the_report_says_what_the_terminal_says(page):
     _, out, _ = check(f"{BROKEN}unscaled")
     conclusion = " ".join(out[out.index("Not fine") :].split())
     assert conclusion in text
-    for expected in ("What matters", "Layer by layer", "Head by head", "What another scale would do", "calibrated"):
+    for expected in ("What matters", "Layer by layer", "Head by head", "The layer under other scales", "calibrated"):
         assert expected in text
 
 

@@ -87,7 +87,7 @@ def test_bench_prints_ratios_and_their_meaning_and_writes_them_with_the_machine(
     result = run("bench", "--device", "cpu", "--quick", "--out", str(path))
     assert result.returncode == 0, result.stderr
     assert "plain SDPA, flash" in result.stdout
-    assert "× plain: time over that of the fastest plain SDPA" in result.stdout
+    assert "× plain: time relative to the fastest plain SDPA" in result.stdout
     assert "timed as" not in result.stdout  # all calls from Python
     recorded = json.loads(path.read_text(encoding="utf-8"))
     assert recorded["machine"]["torch"]
@@ -140,7 +140,7 @@ def test_every_commands_help_has_an_example_and_no_ragged_line():
             "Expected d_model, heads, head_dim and length of at most 1e+18, got more.",
         ),
         (["predict", "--heads", "many"], "Invalid value for '--heads': "),
-        (["predict", "--input-variance=x"], "run 'attnscale predict --help' to see what it takes."),
+        (["predict", "--input-variance=x"], "run 'attnscale predict --help' for its arguments."),
         (["predict", "--heads"], "Option '--heads' requires an argument"),
         (["watch-log"], "Missing argument"),
         (["check", "--length", "100000000"], "Expected --length from 2 to 1,048,576, got 100000000."),

@@ -48,7 +48,7 @@ def test_a_reader_that_left_is_no_finding():
 def test_bench_refuses_a_folder_before_it_times_anything(tmp_path):
     result = run("bench", "--device", "cpu", "--quick", "--out", tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == f"attnscale: Expected a file to write, and {tmp_path} is a folder.\n"
+    assert result.stderr == f"attnscale: Expected a file to write, got the folder {tmp_path}.\n"
 
 
 @needs_full

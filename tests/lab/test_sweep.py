@@ -223,7 +223,7 @@ def test_a_command_that_is_stopped_leaves_no_worker_and_continues(tmp_path, sign
         assert not alive
     if signal_name == "SIGINT":
         assert process.returncode == 130
-        assert "cells are kept in" in errors
+        assert "cells are saved in" in errors
         assert "Traceback" not in errors
     before = identities(cells)
     runs = {}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import attnscale
-from attnscale.cli.output import print_json, tell
+from attnscale.cli.output import print_json, print_message
 from attnscale.diagnose import Finding
 from attnscale.plain import json_text, printable
 from attnscale.show.live_table import LiveTable
@@ -56,7 +56,7 @@ def test_an_alarm_is_plain_in_logging_and_in_the_table(capsys, caplog):
 
 
 def test_sentences_and_json_are_plain(capsys):
-    tell(EVIL)
+    print_message(EVIL)
     print_json({EVIL: [EVIL]})
     printed = capsys.readouterr()
     assert is_plain(printed.err)

@@ -433,7 +433,7 @@ def test_a_hostile_address_is_clamped_and_shown_as_text(open_page, path):
     notes = page.inner_text("#notes")
     assert f"There is no rule “{attack}” for the third column; showing inverse_dim." in notes
     assert "d = 1e99 became 1024" in notes
-    assert "“abc” is no number for n; showing 16." in notes
+    assert "“abc” is not a number for n; showing 16." in notes
     assert "q = -5 became 0.1" in notes
     assert "“__proto__”" in notes
     assert page.input_value("#scores") == script

@@ -117,8 +117,8 @@ def test_the_critical_spread_is_that_of_the_keys_seen():
     assert spread.keys == 12  # of 23 causal rows, on average
     by_layer = figure(page, "critical-spreads").views[""]
     assert by_layer.series[1].y == pytest.approx([math.sqrt(2 * math.log(12))] * 2)
-    assert "6 of 6 heads are beyond the critical spread" in by_layer.notice
-    assert "furthest past it" in by_layer.notice
+    assert "6 of 6 heads are above the critical spread" in by_layer.notice
+    assert "furthest above it" in by_layer.notice
 
 
 def test_a_log_shows_growth_with_a_forecast_and_its_interval():

@@ -37,10 +37,10 @@ CASES = {
         a=still, b=lambda step: 0.2 * math.exp(0.02 * (step - 3))
     ),
     "0 alarms; the largest score, 355 in b, grows.": dict(a=still, b=lambda step: 200 + 0.5 * step),
-    "0 alarms; the largest score, 246 in b, does not grow any more.": dict(
+    "0 alarms; the largest score, 246 in b, has stopped growing.": dict(
         a=still, b=lambda step: 300 * math.exp(0.01 * min(step, 250) - 0.045 * max(step - 250, 0))
     ),
-    "0 alarms; QK-Clip holds 1 of 2 layers where they are.": dict(a=still, b=lambda step: (100.0, 0.9)),
+    "0 alarms; QK-Clip limits the largest score of 1 of 2 layers.": dict(a=still, b=lambda step: (100.0, 0.9)),
     "0 alarms; the largest score of 1 of 2 layers is past 10,000 and growing.": dict(
         a=still, b=lambda step: 300 * math.exp(0.02 * step)
     ),
@@ -55,10 +55,10 @@ def test_the_conclusion_says_what_the_samples_bear(sentence):
 def test_a_layer_that_falls_is_said_to_grow_nowhere():
     records = run_of(a=still, b=lambda step: 3.0 * math.exp(0.02 * min(step, 250) - 0.01 * max(step - 250, 0)))
     page = run_report("log", records)
-    assert "In none of 2 layers" in page.sections[0].blocks[0][0].views["largest score"].notice
+    assert "In none of the 2 layers" in page.sections[0].blocks[0][0].views["largest score"].notice
 
 
 def test_what_a_clip_holds_is_said_to_be_held():
     page = run_report("log", run_of(a=still, b=lambda step: (100.0, 0.9)))
     rows = [row.cells for _, group in page.sections[1].blocks[0].groups for row in group]
-    assert ["held by QK-Clip" in row for row in rows] == [False, True]
+    assert ["limited by QK-Clip" in row for row in rows] == [False, True]

@@ -44,7 +44,7 @@ def test_every_layer_has_its_line_of_the_critical_spread_also_the_only_one(layer
     assert measured.x == list(range(len(layers)))
     assert len(line.x) == 2  # and not a point
     assert set(line.y) == {math.sqrt(2 * math.log(23))}
-    assert f"0 of {2 * len(layers)} heads are beyond the critical spread" in by_layer.notice
+    assert f"0 of {2 * len(layers)} heads are above the critical spread" in by_layer.notice
 
 
 def test_logs_from_before_they_had_keys_and_losses_say_what_is_missing():
@@ -53,7 +53,7 @@ def test_logs_from_before_they_had_keys_and_losses_say_what_is_missing():
         record.layers.update({name: replace(own, keys=None) for name, own in record.layers.items()})
     page = run_report("log", old)
     assert {"run-curves", "head-map"} == names(page)
-    assert "do not say how many keys a row sees, so no critical spread is drawn" in text(page)
+    assert "lack the number of keys per row, so no critical spread is drawn" in text(page)
     assert "pass it as Monitor.step(loss=…, lr=…)" in text(page)
 
 

@@ -23,7 +23,7 @@ SOURCE = Source(
 
 LOGITS = np.array([-20.0, 3.0, 25.0, -15.0])
 EASILY = 0.5  # smallest probability that counts as easily
-MODERN = 2021  # the year after GPT-3, whose largest heads have 128 dimensions
+MODERN = 2021  # the year after GPT-3, which has heads of 128 dimensions
 EXTREMELY_SMALL = 1e-6
 
 

@@ -14,7 +14,7 @@ from attnscale.cli.compare import compare
 from attnscale.cli.demo import demo
 from attnscale.cli.explore import explore
 from attnscale.cli.lab import lab
-from attnscale.cli.output import CheckedOutput, OutputError, say, tell
+from attnscale.cli.output import CheckedOutput, OutputError, print_message, say
 from attnscale.cli.predict import predict
 from attnscale.cli.rules import rules
 from attnscale.cli.watch_log import watch_log
@@ -23,7 +23,7 @@ from attnscale.extras import needing
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
-CLOSED_PIPE = 141  # and for a closed pipe, as in `| head`: neither fine nor a finding
+CLOSED_PIPE = 141  # what a shell reports for a closed pipe, as in `| head`
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -66,15 +66,15 @@ def _status() -> int:
     except UsageError as error:
         if message := error.format_message():  # empty if the help was shown
             command = "attnscale" if error.ctx is None else error.ctx.command_path
-            tell(f"{message.rstrip('.')}; run '{command} --help' to see what it takes.")
+            print_message(f"{message.rstrip('.')}; run '{command} --help' for its arguments.")
         return BAD_INPUT
     except AttnscaleError as error:
-        tell(error)
+        print_message(error)
         return BAD_INPUT
     except OutputError as error:
         if error.is_closed_pipe:
             return CLOSED_PIPE
-        tell(f"Could not write the output: {error}.")
+        print_message(f"Could not write the output: {error}.")
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

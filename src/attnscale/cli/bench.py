@@ -12,7 +12,7 @@ from attnscale.files import write_whole
 
 def bench(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if there is one.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only one case of each kind, in about a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Time only one case of each kind, in about a minute.")] = False,
     kind: Annotated[str | None, typer.Option(help="dense or ragged; by default both.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the timings and a description of the machine to this file, as JSON.")
@@ -23,7 +23,7 @@ def bench(
 
     Compares plain SDPA on each backend that works, FlexAttention with lse and max, eager attention with the same
     statistics, and attnscale with all rows and with sampled rows. Ragged batches (packed, jagged and padded) are
-    compared with a plain batch of as many tokens. The lines below the tables say what each column is.
+    compared with a plain batch of as many tokens. The lines below the tables explain each column.
 
     Example: attnscale bench --device cpu --quick
     """
@@ -44,7 +44,7 @@ def bench(
         raise SettingError(f"Expected a kind of case, {' or '.join(KINDS)}, got {kind!r}.")
     if out is not None:
         require_writable(out)
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # torch's own nested tensors warn of torch
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # torch warns about its own code
     costs, wanted = [], cases(device, quick, kind)
     with progress() as report:
         for done, case in enumerate(wanted):
@@ -54,5 +54,5 @@ def bench(
         print_json(figures)
     else:
         show_costs(figures["costs"])
-    if out is not None:  # last: the timings are on the screen even if this fails
+    if out is not None:  # last, so that the timings are printed even if this fails
         write_whole(out, writer.dumps(figures, indent=1) + "\n")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnscale.cli import arguments
-from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.cli.output import AsJson, print_json, print_message
 from attnscale.files import write_whole
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def check(
         Path | None, typer.Option(help="Compare with a saved check; the exit status is 1 if anything got worse.")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="With --against, ignore changes below this: relative, or of a share.")
+        float, typer.Option(help="With --against, ignore smaller changes (relative; absolute for shares).")
     ] = 0.01,
     json: AsJson = False,
 ) -> None:
@@ -93,12 +93,12 @@ def check(
             report("writing the report")
             write_whole(html, report_page(checked))
     for note in checked.notes:
-        tell(note)
+        print_message(note)
     _show(checked, comparison, json)
     if html is not None:
-        tell(f"The report is in {html}.")
+        print_message(f"The report is in {html}.")
     if not checked.lines or (comparison is not None and not comparison.heads):
-        tell(NOTHING_JUDGED if not checked.lines else "No layer was compared, so the exit status is 2.")
+        print_message(NOTHING_JUDGED if not checked.lines else "No layer was compared, so the exit status is 2.")
         raise typer.Exit(2)
     is_bad = checked.has_errors if comparison is None else bool(comparison.worse)
     raise typer.Exit(1 if is_bad else 0)

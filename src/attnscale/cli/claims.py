@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.cli.output import AsJson, print_json, print_message
 
 
 def claims(
@@ -15,14 +15,12 @@ def claims(
     index: Annotated[
         bool, typer.Option("--index", help="Show the command for every exercise, listing and worked example instead.")
     ] = False,
-    record: Annotated[
-        bool, typer.Option("--record", help="Record these verdicts, to compare later ones with.")
-    ] = False,
+    record: Annotated[bool, typer.Option("--record", help="Record these verdicts for later comparisons.")] = False,
     json: AsJson = False,
 ) -> None:
     """Recompute what four articles claim about √d_k, and show which claims hold.
 
-    Some claims are measured by training small models; all together take half a minute. The exit status is 1 if a
+    Some claims are measured by training small models; all claims together take half a minute. The exit status is 1 if a
     verdict differs from the recorded one.
 
     Example: attnscale claims --verdict refuted
@@ -43,7 +41,7 @@ def claims(
         return
     from rich.console import Console
 
-    with Console(stderr=True).status("recomputing"):  # nothing is drawn in a pipe
+    with Console(stderr=True).status("recomputing"):  # draws nothing if stderr is not a terminal
         everything = ledger(ids or ())
     shown = [claim for claim in everything if verdict in (None, claim.verdict)]
     if json:
@@ -54,10 +52,12 @@ def claims(
         show_ledger(shown)
     differences = changed(everything, whole=not ids)
     for difference in differences:
-        tell(difference)
+        print_message(difference)
     if record:
         from attnscale.claims import record as keep
 
         keep(everything)
-        tell(f"Recorded the verdicts of {len(everything)} claims, {len(differences)} of them new, changed or gone.")
+        print_message(
+            f"Recorded the verdicts of {len(everything)} claims; {len(differences)} are new, changed or gone."
+        )
     raise typer.Exit(1 if differences and not record else 0)

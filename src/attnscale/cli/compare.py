@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from attnscale.cli import arguments
-from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.cli.output import AsJson, print_json, print_message
 from attnscale.errors import SettingError
 from attnscale.files import write_whole
 
@@ -13,13 +13,13 @@ SIDE = (
     "a model as `attnscale check` takes it, or the word bundled; a saved check (check --save); or a log of a run, "
     "LOG.jsonl or LOG.jsonl#RUN."
 )
-Tolerance = Annotated[float, typer.Option(help="Ignore changes below this: relative, or of a share.")]
+Tolerance = Annotated[float, typer.Option(help="Ignore smaller changes (relative; absolute for shares).")]
 
 
 def compare(
     a: Annotated[str, typer.Argument(help=f"The first: {SIDE}", show_default=False)],
     b: Annotated[
-        str | None, typer.Argument(help="The second, of any of these kinds; none with --backends.", show_default=False)
+        str | None, typer.Argument(help="The second, of any of these kinds; not with --backends.", show_default=False)
     ] = None,
     backends: Annotated[
         str | None,
@@ -41,15 +41,15 @@ def compare(
 ) -> None:
     """List the heads that changed from A to B: spread, scale, norms, alignment, entropy and gradient.
 
-    Models are run on eight sequences, or on those of --data; the error of a change comes from the differences between
+    Runs models on eight sequences, or on those of --data; the error of a change comes from the differences between
     sequences. Lists heads whose change is larger than its error, corrected for the number of heads and statistics:
-    two samples of one model list none. Heads with the same weights, whose inputs changed, are listed separately. Shows
-    new findings and those that are gone. The exit status is 0 whatever changed, and 2 if the two have no layer in
-    common; use `attnscale check --against` in a build.
+    for two samples of one model, it lists none. Heads with the same weights, whose inputs changed, are listed
+    separately. Shows new and resolved findings. The exit status is 0 whatever changed, and 2 if the two have no layer
+    in common; use `attnscale check --against` in a build.
 
-    With --backends, one model and one batch: scale, soft-cap, visible keys, sinks and output of each layer under each
-    implementation, and what differs from the first one. The exit status is 1 if a layer differs, and 2 if fewer than
-    two of them could run.
+    With --backends, runs one model on one batch: shows scale, soft-cap, visible keys, sinks and output of each layer
+    under each implementation, and the differences from the first. The exit status is 1 if a layer differs, and 2 if
+    fewer than two of them could run.
 
     Example: attnscale compare before/ after/ --html changes.html
     """
@@ -82,8 +82,8 @@ def compare(
 
         show_comparison(found)
     if html is not None:
-        tell(f"The report is in {html}.")
+        print_message(f"The report is in {html}.")
     if not found.is_compared:
-        tell("No layer was compared, so the exit status is 2.")
+        print_message("No layer was compared, so the exit status is 2.")
         raise typer.Exit(2)
     raise typer.Exit(int(isinstance(found, BackendComparison) and found.first is not None))

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from attnscale.cli.arguments import require_report
-from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.cli.output import AsJson, print_json, print_message
 from attnscale.files import write_whole
 
 
@@ -49,4 +49,4 @@ def demo(
         print_json(twins.to_dict())
     else:
         show_twins(twins, console)
-    tell(f"The report, with the curves and every head, is in {html}.")
+    print_message(f"The report, with the curves and every head, is in {html}.")

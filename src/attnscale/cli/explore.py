@@ -7,7 +7,7 @@ from urllib.parse import quote
 import typer
 
 from attnscale.cli.arguments import require_writable
-from attnscale.cli.output import AsJson, print_json, say, tell
+from attnscale.cli.output import AsJson, print_json, print_message, say
 from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
@@ -25,7 +25,7 @@ def explore(
     """Write an interactive page on scores, their scale and their softmax, and open it in the browser.
 
     It is one self-contained file: no server, no network. Drag d_k and compare scales side by side; follow the story in
-    six steps; run a trained model with and without its scale. The address of the page holds its settings.
+    six steps; run a trained model with and without its scale. The address of the page contains its settings.
 
     Example: attnscale explore --out why.html --no-open
     """
@@ -47,4 +47,4 @@ def explore(
     else:
         say(f"The page is in {out}\n{address}")
     if not (opened or no_open):
-        tell("No browser could be opened here; open the page yourself.")
+        print_message("No browser could be opened here; open the page yourself.")

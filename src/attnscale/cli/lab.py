@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from attnscale.cli.arguments import progress, require_writable
-from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.cli.output import AsJson, print_json, print_message
 from attnscale.extras import require_extra
 from attnscale.files import write_whole
 from attnscale.plain import json_text
@@ -24,8 +24,8 @@ def lab(
         int | None,
         typer.Option(
             min=1,
-            help="Processes of the pool, by default one per core; for another executor, tasks to divide the cells "
-            "among, by default one per cell.",
+            help="Number of processes, by default one per core; with another executor, number of tasks, by default "
+            "one per cell.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the cells, the result as JSON, and a page with plots.")] = Path(
@@ -43,8 +43,8 @@ def lab(
 ) -> None:
     """Run an experiment: tables, plots, checks, and a conclusion computed from the numbers.
 
-    Every cell of the grid is one file in OUT/cells, named by its configuration. Cells that exist are not run again, so
-    the same command resumes a sweep that was interrupted. Numbers depend on the seeds alone, not on the executor.
+    Each cell of the grid is saved in one file in OUT/cells, named by its configuration. Saved cells are not run again,
+    so the same command resumes an interrupted sweep. Numbers depend only on the seeds, not on the executor.
 
     Example: attnscale lab divisors --quick
     """
@@ -73,11 +73,11 @@ def lab(
     from attnscale.lab.executors import executor_for
     from attnscale.lab.sweep import sweep
 
-    cells, kept = out / "cells", [0, 0]
+    cells, finished = out / "cells", [0, 0]
     with progress() as report, executor_for(executor, jobs) as pool:
 
         def show(done: int, total: int) -> None:
-            kept[:] = done, total
+            finished[:] = done, total
             report(f"{name}: {done} of {total} cells", done, total)
 
         try:
@@ -92,7 +92,7 @@ def lab(
                 progress=show,
             )
         except KeyboardInterrupt:
-            tell(f"Stopped. {kept[0]} of {kept[1]} cells are kept in {cells}; the same command goes on.")
+            print_message(f"Stopped. {finished[0]} of {finished[1]} cells are saved in {cells}; rerun to resume.")
             raise
     from attnscale.show.report import lab_page
 
@@ -104,4 +104,4 @@ def lab(
         from attnscale.show.lab import show_result
 
         show_result(result)
-    tell(f"Plots are in {page}, the numbers in {data}.")
+    print_message(f"Plots are in {page}, the numbers in {data}.")

@@ -15,7 +15,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def say(text: str) -> None:
-    """Print a result. typer.echo would handle a closed pipe in its own way."""
+    """Print a result. Does not use typer.echo, which handles a closed pipe itself."""
     print(text, flush=True)
 
 
@@ -24,7 +24,7 @@ def print_json(value: object) -> None:
     say(json_text(value))
 
 
-def tell(sentence: object) -> None:
+def print_message(sentence: object) -> None:
     """Print one sentence on stderr."""
     print(f"attnscale: {printable(str(sentence))}", file=sys.stderr, flush=True)
 
@@ -39,10 +39,10 @@ class OutputError(Exception):
 
 
 class CheckedOutput:
-    """A wrapper of standard output that raises an OutputError when it cannot be written."""
+    """Wrapper of standard output that raises an OutputError if writing fails."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream  # None where the shell closed it
+        self._stream = stream  # None if the shell closed it
         if stream is not None:
             stream.reconfigure(errors="replace")  # a terminal without √ shows a question mark
 
@@ -64,7 +64,7 @@ class CheckedOutput:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             yield
         except OSError as error:
-            # Discard what is left to write: Python would try again when it ends, and complain.
+            # Discard the rest of the output: Python would try again at exit, and print an error.
             with suppress(OSError, ValueError, AttributeError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())

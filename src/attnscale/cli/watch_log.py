@@ -1,4 +1,4 @@
-"""`attnscale watch-log`: what a training run recorded."""
+"""`attnscale watch-log`: show a recorded training run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnscale.cli.arguments import Html, require_report
-from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.cli.output import AsJson, print_json, print_message
 from attnscale.files import write_whole
 
 if TYPE_CHECKING:
     from attnscale.train.run import Survey
 
-POLL = 0.5  # seconds between looks at a log that is followed
+POLL = 0.5  # seconds between two checks of the log with --follow
 
 
 def watch_log(
@@ -22,7 +22,7 @@ def watch_log(
         typer.Option(metavar="RUN", help="Name or number of the run to show; by default the newest in the log."),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Show it again whenever the log grows, until Ctrl-C.")
+        bool, typer.Option("--follow", help="Redraw the table whenever the log grows, until Ctrl-C.")
     ] = False,
     html: Html = None,
     json: AsJson = False,
@@ -30,8 +30,8 @@ def watch_log(
     """Show a recorded training run: growth of the largest score by layer, alarms, and a forecast.
 
     For each layer: the largest score in the first and in the last record, its growth over the latest records (a robust
-    fit to its logarithm), and the next of 100, 1,000 and 10,000 if it will be passed soon. Each alarm is shown once,
-    by its cause, with layers and steps. If the log holds several runs, they are listed and one is shown. Damaged lines
+    fit to its logarithm), and the next of 100, 1,000 and 10,000 if it will be passed soon. Each cause of an alarm is
+    shown once, with its layers and steps. If the log has several runs, they are listed and one is shown. Damaged lines
     are counted, and the first of them is shown. The exit status is 1 if an alarm is an error.
 
     Example: attnscale watch-log scores.jsonl --html report.html
@@ -40,7 +40,7 @@ def watch_log(
     from attnscale.train.run import survey
 
     if follow and (html is not None or json):
-        raise SettingError("Expected --follow without --html and --json: it shows a run that goes on.")
+        raise SettingError("Expected --follow without --html and --json: it redraws a table until Ctrl-C.")
     if follow:
         raise typer.Exit(int(_follow(file, run).run.worst == "error"))
     require_report(html)
@@ -54,7 +54,7 @@ def watch_log(
     else:
         _show(found)
     if html is not None:
-        tell(f"The report is in {html}.")
+        print_message(f"The report is in {html}.")
     raise typer.Exit(int(found.run.worst == "error"))
 
 
@@ -66,7 +66,7 @@ def _show(found: "Survey") -> None:
 
 
 def _follow(file: Path, run: str | None) -> "Survey":
-    """Show a run whenever its log has changed, until Ctrl-C; return what was shown last."""
+    """Redraw the run whenever its log changes, until Ctrl-C; return the last state shown."""
     import time
 
     from rich.console import Console
@@ -77,13 +77,13 @@ def _follow(file: Path, run: str | None) -> "Survey":
     def size() -> int:
         return sum(each.stat().st_size for each in log_files(file) if each.exists())
 
-    seen, found = size() if file.exists() else 0, survey(file, run)
+    last_size, found = size() if file.exists() else 0, survey(file, run)
     try:
         _show(found)
         while True:
             time.sleep(POLL)
-            if size() != seen:
-                seen, found = size(), survey(file, run)
+            if size() != last_size:
+                last_size, found = size(), survey(file, run)
                 Console().clear()
                 _show(found)
     except KeyboardInterrupt:

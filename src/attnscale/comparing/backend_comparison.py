@@ -79,7 +79,7 @@ class BackendComparison(Result):
         layers = counted(len({row.layer for row in self.rows}), "layer")
         if self.first is None:
             changes = [row.output_change for row in self.rows if math.isfinite(row.output_change)]
-            most = f"; outputs differ by at most {max(changes):.1g} of their length" if changes else ""
+            most = f"; outputs differ by at most {max(changes):.1g} of their norm" if changes else ""
             return f"{_names(others)} {'agrees' if len(others) == 1 else 'agree'} with {first} in {layers}{most}."
         wrong = [name for name in others if any(row.backend == name for row in self.differing)]
         agreeing = [name for name in others if name not in wrong]

@@ -41,7 +41,7 @@ COMPARED = (*RATIOS[:5], *SHARES, *RATIOS[5:])
 OF_STATS = ("spread", *SHARES)
 OF_LAYERS = {"scale_applied": "scales", "query_norm": "query_norm", "key_norm": "key_norm", "alignment": "alignment"}
 ONE_SEQUENCE = "The model was run on one sequence, so changes have no error. Use a batch of several sequences."
-KIND, VERSION = "attnscale check", 2  # of a file
+KIND, VERSION = "attnscale check", 2  # identify a file of profiles
 DIGITS = 8  # significant digits in a file; an unchanged model reproduces all of them
 MAX_BYTES = 2**28  # 100 times the size of a profile of 100 layers with 128 heads
 

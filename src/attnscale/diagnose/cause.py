@@ -87,7 +87,7 @@ def dominant(ratios: dict[str, float]) -> str:
 
 
 def _at(values: Tensor, head: int | None) -> float:
-    """Return the value of one head, or the geometric mean over heads, whose logarithms add up for products."""
+    """Return the value of one head or the geometric mean over heads, so that logarithms of factors add up."""
     return math.exp(_log(values, head))
 
 

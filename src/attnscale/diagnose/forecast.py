@@ -108,7 +108,7 @@ def growth(steps: Sequence[float], values: Sequence[float]) -> Growth | None:
     >>> steps = range(0, 1000, 100)
     >>> found = growth(steps, [10 * 1.002**step for step in steps])
     >>> round(found.factor, 3), round(found.passes(100).step), found.passes(1000)
-    (4.051, 1347, None)
+    (4.05, 1347, None)
     """
     x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
     usable = np.isfinite(y) & (y > 0)
@@ -148,7 +148,7 @@ class Trend:
         """Return the forecast step of a threshold; None if it is beyond the horizon, or a limit prevents it.
 
         >>> steps = range(0, 1000, 100)
-        >>> trend = Trend(steps, [10 * 1.002**step for step in steps], [90.0] * 10)
+        >>> trend = Trend(steps, [10 * 1.002**step for step in steps], [80.0] * 10)
         >>> trend.passes(80).step < 1347, trend.passes(100)
         (True, None)
         """

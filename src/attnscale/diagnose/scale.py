@@ -81,7 +81,7 @@ def _multiplier(layer: Layer, trained: bool) -> Iterator[Finding]:
     if found is None:
         return
     if all(_close(scale, found.measured or 0.0, _tolerance(layer)) for scale in scales.values()):
-        yield replace(found, severity="warning") if trained else found  # its weights may have made up for an error
+        yield replace(found, severity="warning") if trained else found  # training may have compensated for it
     else:
         yield _one_for_each_head(layer, list(scales.values()))
 

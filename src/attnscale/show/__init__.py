@@ -1,1 +1,1 @@
-"""Results as a person sees them: tables in the terminal, and pages."""
+"""Tables in the terminal and in notebooks, and HTML pages."""

@@ -13,7 +13,7 @@ from attnscale.show.tables import backend_table, layer_table, what_if_table
 from attnscale.show.terminal import STYLES, print_group, print_table, say
 from attnscale.watching.seen import padding_note
 
-SHOWN = 10  # changed heads that are listed; JSON and the report have all
+SHOWN = 10  # changed heads to list; JSON and the report have all
 
 
 def show_check(checked: Checked) -> None:
@@ -51,9 +51,8 @@ def show_comparison(comparison: Comparison | BackendComparison) -> None:
 
 
 def _show_sides(comparison: Comparison, console: Console) -> None:
-    """Print the heads that changed most, new findings and those that are gone, and the conclusion."""
-    for word, title in (("from", comparison.before), ("to", comparison.after)):
-        say(f"{word:4} {title}", console, "bold")
+    for word, title in (("before:", comparison.before), ("after:", comparison.after)):
+        say(f"{word:7} {title}", console, "bold")
     _print_heads(comparison.changed, "Heads whose own weights or scale changed", console)
     _print_heads(comparison.carried, "Heads with the same weights, whose inputs changed", console)
     _print_findings(comparison.new, "new", console)
@@ -67,7 +66,6 @@ def _show_sides(comparison: Comparison, console: Console) -> None:
 
 
 def _show_backends(comparison: BackendComparison, console: Console) -> None:
-    """Print the layers under each backend, what differs, backends that did not run, and the conclusion."""
     say(comparison.title, console, "bold")
     say(f"on {comparison.fed}, {' and '.join(comparison.backends) or 'no backend'}", console)
     if comparison.rows:
@@ -89,7 +87,7 @@ def _print_heads(heads: Sequence[HeadChange], title: str, console: Console) -> N
         for sentence in (*head.text.split("; "), f"{head.by_factor}."):
             say(sentence, console, indent=2)
     if len(heads) > SHOWN:
-        say(f"and {len(heads) - SHOWN} more, which changed less", console, "dim")
+        say(f"and {len(heads) - SHOWN} more with smaller changes", console, "dim")
 
 
 def _print_findings(findings: Sequence[Finding], word: str, console: Console) -> None:

@@ -12,18 +12,18 @@ from attnscale.show.terminal import print_table, say
 
 # Meaning of each column.
 COLUMNS = {
-    "timed as": "calls, from Python; or graph, a CUDA graph, which leaves out the host's time",
+    "timed as": "'calls' from Python, or 'graph', a CUDA graph, which excludes the host's time",
     "ms": "milliseconds of one call",
-    "× plain": "time over that of the fastest plain SDPA, timed right beside it; median over rounds",
-    "quartiles": "of that ratio",
-    "peak MB": "memory beside the inputs",
+    "× plain": "time relative to the fastest plain SDPA, timed in the same rounds; median over rounds",
+    "quartiles": "first and third quartile of that ratio over rounds",
+    "peak MB": "peak memory, without the inputs",
     "host µs": "time until a call returns, on an idle GPU",
 }
 SHAPE = "(batch, heads, key heads, queries, keys, d_k)"
 
 
 def show_costs(costs: Sequence[dict[str, Any]]) -> None:
-    """Print each case with its variants, as ratios to plain SDPA: on the device alone, and called from Python."""
+    """Print the timings of each case and their ratios to plain SDPA, for calls from Python and for CUDA graphs."""
     console, groups = Console(), {title: [_lines(cost) for cost in group] for title, group in groupby(costs, title_of)}
     every = [line for group in groups.values() for lines in group for line in lines]
     staying = [at for at in range(len(COLUMNS)) if len({line[at + 1] for line in every} - {""}) > (at == 0)]
@@ -36,14 +36,14 @@ def show_costs(costs: Sequence[dict[str, Any]]) -> None:
     rows = ((title, tuple(row(line) for lines in group for line in lines)) for title, group in groups.items())
     print_table(Table(columns, tuple(rows)), console)
     console.print()
-    for sentence in (f"Titles are {SHAPE}.", *(f"{headings[at]}: {COLUMNS[headings[at]]}" for at in staying)):
+    for sentence in (f"Titles show {SHAPE}.", *(f"{headings[at]}: {COLUMNS[headings[at]]}" for at in staying)):
         say(sentence, console, "dim")
 
 
 def _lines(cost: dict[str, Any]) -> list[tuple[str, ...]]:
     peak = "" if cost["peak_bytes"] is None else f"{cost['peak_bytes'] / 1e6:,.0f}"
     host = "" if cost["host_microseconds"] is None else f"{cost['host_microseconds']:.0f}"
-    first, *others = [(way, *_cells(cost[way])) for way in ("graph", "calls") if cost[way]]
+    first, *others = [(mode, *_cells(cost[mode])) for mode in ("graph", "calls") if cost[mode]]
     return [(cost["variant"], *first, peak, host), *(("", *cells, "", "") for cells in others)]
 
 
@@ -53,7 +53,7 @@ def _cells(timing: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def title_of(cost: dict[str, Any]) -> str:
-    """Return what was timed: shape, dtype and passes."""
+    """Return the title of a case: its shape, dtype and passes."""
     case = cost["case"]
     passes = "forward and backward" if case["backward"] else "forward"
     causal = ", causal" if case["is_causal"] else ""

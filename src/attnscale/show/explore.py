@@ -1,4 +1,4 @@
-"""The page of `attnscale explore`: scale, spread and softmax move with sliders, and a trained model runs in it."""
+"""Page of `attnscale explore`: sliders for scale, spread and keys, and a trained model that runs in the browser."""
 
 import base64
 import json
@@ -47,7 +47,7 @@ THIRD = (
     "log_length",
     "yarn",
     "calibrated",
-)  # rules of the third column: settings.js has each
+)  # rules for the third column; settings.js implements each
 STEPS = ("what a score is", "why it spreads", "what softmax does", "what can be learned", "why √dₖ and not dₖ",
          "when it is not enough")  # fmt: skip
 INITIALISATIONS = {
@@ -57,12 +57,12 @@ INITIALISATIONS = {
     "nn.MultiheadAttention, one Xavier matrix for q, k and v": ("xavier", 3),
 }
 WIDTH = 768
-MOST_BYTES = 64  # of a sentence: more would be too small to read
+MOST_BYTES = 64  # of the sentence; the letters of longer ones would be too small to read
 
 
 @dataclass(frozen=True)
 class Control:
-    """A slider with its number: its name in the address, its label, its range and its start."""
+    """A slider with its number field: its name in the address, its label, its range and its initial value."""
 
     name: str
     label: str
@@ -79,7 +79,7 @@ CONTROLS = (
     Control("k", "spread of k", 0.1, 10.0, 1.0),
     Control("temperature", "τ, for the rule temperature", 0.1, 1000.0, 8.0),
 )
-OTHERS = (  # numbers of the address that have no slider above
+OTHERS = (  # numbers in the address without a slider at the top of the page
     Control("dim", "dₖ in the proof", 1, 8, 3, integer=True),
     Control("step", "step of the proof", 1, 7, 1, integer=True),
     Control("seed", "seed", 1, 9999, 1, integer=True),
@@ -89,7 +89,7 @@ TEXTS = ("scores", "query", "key", "sentence")
 
 
 def presets() -> list[dict[str, str]]:
-    """List the articles' examples that have a view of this page, each with its scores if it is about some."""
+    """List the articles' examples that this page can show, each with its scores if it has any."""
     found = []
     for worked in INDEX:
         if "--view" in worked.command:
@@ -100,7 +100,7 @@ def presets() -> list[dict[str, str]]:
 
 
 def require_view(view: str) -> None:
-    """Refuse settings that the page does not have, or that are out of range."""
+    """Raise an error for settings that the page does not have or that are out of range."""
     numbers = {control.name: control for control in (*CONTROLS, *OTHERS)}
     for part in filter(None, view.split("&")):
         name, _, value = part.partition("=")
@@ -121,7 +121,7 @@ def require_view(view: str) -> None:
 
 
 def explore_page() -> str:
-    """Return the page as a string: no request leaves it, and what an address asks of it is only ever text."""
+    """Return the page as a string. It sends no request, and treats everything in its address as text."""
     templates = environment()
     script = code(source(templates, *SCRIPTS))
     shape, weights = _model()
@@ -147,7 +147,7 @@ def explore_page() -> str:
 
 
 def _model() -> tuple[dict[str, Any], Markup]:
-    """Return the shape of the bundled model with the order of its tensors, and its float16 weights in base64."""
+    """Return the bundled model: its shape with the order of its tensors, and its float16 weights in base64."""
     model, _ = load_bundled()
     tensors = {name: tensor.half() for name, tensor in model.state_dict().items()}
     attention = attentions_of(model)[0]
@@ -161,7 +161,7 @@ def _model() -> tuple[dict[str, Any], Markup]:
 
 
 def _initialisations() -> list[dict[str, Any]]:
-    """List the spread that the components of q and k start with, for normalised inputs."""
+    """List the initial spread of the components of q and k for normalised inputs."""
     found = []
     for name, (initialisation, parts) in INITIALISATIONS.items():
         variance = Initialisation.parse(initialisation).projected_variance(WIDTH, parts * WIDTH)

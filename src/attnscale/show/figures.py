@@ -1,4 +1,4 @@
-"""Figures: numbers, names and what to notice; templates/report draws them. Names are data, and drawn as text."""
+"""Data of the figures that templates/report draws. Names come from users and are drawn as text."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from attnscale.plain import rounded
 from attnscale.show.text import by_pattern
 
 Number = float | int | None
-DIGITS = 4  # of a number in the page
+DIGITS = 4  # significant digits of numbers in the page
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,22 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """y against x, with a band from `low` to `high` if they are given; one `tone` for all that belongs together."""
+    """Curve of y against x, with a band from `low` to `high` if both are set; related series share a `tone`."""
 
     name: str
     x: Sequence[Number]
-    y: Sequence[Number] = ()  # empty: a band alone
+    y: Sequence[Number] = ()  # empty: draw only the band
     low: Sequence[Number] = ()
     high: Sequence[Number] = ()
-    tone: int | str = 0  # of eight; or "ink" for what is not measured
+    tone: int | str = 0  # one of eight colours; "ink" for values that are not measured
     dashed: bool = False
-    marks: bool = False  # at each point
-    points: tuple[str, ...] = ()  # a name for each
+    marks: bool = False  # draw a mark at each point
+    points: tuple[str, ...] = ()  # a name for each point
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Series over one pair of axes, and in one line what to notice."""
+    """Series over one pair of axes, and a `notice` that states the main result."""
 
     series: tuple[Series, ...]
     x: Axis
@@ -50,28 +50,28 @@ class Chart:
 
 @dataclass(frozen=True)
 class Heat:
-    """values[row][column], coloured from `low` to `high`; by their logarithm where few are far above the others."""
+    """Map of values[row][column], coloured from `low` to `high`; `log` colours by the logarithm."""
 
     values: Sequence[Sequence[Number]]
     x: Axis
     y: Axis
     unit: str
-    rows: tuple[str, ...]  # names in full
+    rows: tuple[str, ...]  # full names
     low: float
     high: float
     notice: str = ""
     log: bool = False
-    diverging: bool = False  # around zero: one colour up, another down
+    diverging: bool = False  # one colour above zero, another below
     errors: Sequence[Sequence[Number]] | None = None  # standard errors
-    bounds: Sequence[Sequence[Number]] | None = None  # upper bounds, where the value is a lower one
-    columns: tuple[str, ...] | None = None  # names; numbered from 0 where None
+    bounds: Sequence[Sequence[Number]] | None = None  # upper bounds, if the values are lower bounds
+    columns: tuple[str, ...] | None = None  # names; None numbers them from 0
     column: str = "head"
     kind: str = "heat"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One view, or several to choose between."""
+    """Figure with one view, or with several and a switch between them."""
 
     name: str
     views: Mapping[str, Chart | Heat]
@@ -80,11 +80,11 @@ class Figure:
 
     @property
     def is_map(self) -> bool:
-        """True if it can be read field by field."""
+        """True if the figure has a map, whose fields can be read with the pointer or the keyboard."""
         return any(isinstance(view, Heat) for view in self.views.values())
 
     def to_json(self) -> list[Any]:
-        """Return what the page's script takes: numbers of a few digits, None for those that JSON does not know."""
+        """Return the views as JSON for the page's script; numbers are rounded, NaN and infinity become None."""
         return [_plain(view) for view in self.views.values()]
 
 
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def ticks(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the number of each layer where those differ, else its name."""
+    """Return a label for each layer: its number if all numbers differ, else its name."""
     names = tuple(names)
     numbers = {name: index for _, members in by_pattern(names) for index, name in members}
     differ = all(numbers.values()) and len(set(numbers.values())) == len(names)
@@ -105,17 +105,17 @@ def ticks(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def legend(names: Iterable[str]) -> dict[str, str]:
-    """Return what the curve of each layer is called: `layer 3` where a number identifies it, else its name."""
+    """Return the legend entry of each layer: `layer 3` if its number is unique, else its name."""
     names = tuple(names)
     return {name: name if tick == name else f"layer {tick}" for name, tick in zip(names, ticks(names), strict=True)}
 
 
 def known_values(values: Iterable[Number]) -> list[float]:
-    """Return the numbers among values."""
+    """Return the finite numbers among values."""
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def mean(values: Iterable[Number]) -> float:
-    """Return the mean of the numbers among values; NaN if there are none."""
+    """Return the mean of the finite numbers among values; NaN if there are none."""
     known = known_values(values)
     return math.fsum(known) / len(known) if known else math.nan

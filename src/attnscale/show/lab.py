@@ -12,12 +12,12 @@ from attnscale.lab.experiment import Experiment, Result
 from attnscale.show.tables import lab_table, table_of
 from attnscale.show.terminal import print_table, say
 
-SMOOTH = 10  # steps over which a loss is averaged: single batches jump
+SMOOTH = 10  # steps to average the loss over; single batches are noisy
 EVERY = 20  # steps between two lines of the demo
 
 
 def show_experiments(experiments: Iterable[Experiment]) -> None:
-    """Print what can be run."""
+    """Print a table of the experiments."""
     console = Console()
     rows = [
         (
@@ -34,7 +34,7 @@ def show_experiments(experiments: Iterable[Experiment]) -> None:
 
 
 def show_result(result: Result) -> None:
-    """Print the tables, what was checked, and the conclusion."""
+    """Print the tables, the checks and the conclusion of an experiment."""
     console = Console()
     say(f"{result.experiment}: {result.question}", console, "bold")
     for table in result.tables:
@@ -55,7 +55,7 @@ def show_result(result: Result) -> None:
 
 
 def show_progress(training: TwinTraining, step: int, console: Console) -> None:
-    """Print the loss, the entropy and 1 − Σp² of both models, once in so many steps."""
+    """Print the loss, the entropy and 1 − Σp² of both models, every EVERY steps."""
     if step % EVERY and step != training.step_count:
         return
     for at, name in enumerate(training.models):
@@ -66,7 +66,7 @@ def show_progress(training: TwinTraining, step: int, console: Console) -> None:
 
 
 def show_twins(twins: Twins, console: Console) -> None:
-    """Print what happened and why, and the verdict on every layer of either."""
+    """Print the result, the verdict on each layer of both models, and the explanation."""
     console.print()
     say(twins.verdict, console, "bold")
     for run in twins.runs:

@@ -10,11 +10,11 @@ from attnscale.claims import INDEX, SOURCES, VERDICTS, Claim
 from attnscale.claims.judging import ARITHMETIC, STATEMENT, Source
 
 STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
-LARGE = 1e9  # a float from here on has an exponent
+LARGE = 1e9  # larger floats are written with an exponent
 
 
 def show_ledger(claims: Sequence[Claim]) -> None:
-    """Print the claims of each source with their sections, plain arithmetic apart, and how many hold."""
+    """Print the claims of each source with their sections, then the counts; plain arithmetic is listed separately."""
     console = Console()
     for source in SOURCES:
         own = [claim for claim in claims if claim.source == source.name]
@@ -38,7 +38,7 @@ def _entry(claim: Claim) -> Text:
 
 
 def counted(claims: Sequence[Claim]) -> list[str]:
-    """Count the verdicts, plain arithmetic apart."""
+    """Return sentences that count the verdicts, with plain arithmetic counted separately."""
     sentences = []
     for kind, what in ((STATEMENT, "statements"), (ARITHMETIC, "numbers by plain arithmetic")):
         counts = Counter(claim.verdict for claim in claims if claim.kind == kind)

@@ -28,7 +28,7 @@ COLUMNS = (
 
 
 def show_catalogue(entries: Sequence[Entry]) -> None:
-    """Print every rule with its formula, what it is for and where it comes from."""
+    """Print every rule with its formula, its use and its source."""
     console = Console()
     grid = Grid("rule", "use it for", box=None, pad_edge=False, padding=(0, 2, 1, 0))
     for entry in entries:
@@ -36,8 +36,8 @@ def show_catalogue(entries: Sequence[Entry]) -> None:
         grid.add_row(rule, Group(Text(entry.use), Text(entry.source, style="dim")))
     console.print(grid)
     say(
-        "Pass one as scale=… to attnscale.attention or attnscale.MultiheadAttention; a rule with one number also "
-        "goes by name, as in scale='temperature:8'.",
+        "Pass one as scale=… to attnscale.attention or attnscale.MultiheadAttention; a rule with one number can "
+        "also be passed by name, as in scale='temperature:8'.",
         console,
     )
 

@@ -1,4 +1,4 @@
-"""Records as a table that follows the run: in the terminal, or in the output of a notebook's cell."""
+"""Live table of a run: in the terminal, or in the output of a notebook cell."""
 
 import sys
 from dataclasses import replace
@@ -21,16 +21,16 @@ SHOWN_ALARMS = 5
 
 
 class LiveTable:
-    """One row for each layer, redrawn at every sampled step; below it the alarms, the worst first.
+    """Table with one row per layer, redrawn at every sampled step; below it the alarms, the worst first.
 
-    Where the loop has progress bars, of tqdm or of rich, a table is printed above them at every sampled step.
+    If the loop shows progress bars of tqdm or rich, each table is printed above them.
     """
 
     def __init__(self) -> None:
         self._console = Console()
         self._live: Live | None = None
-        self._cell: Any = None  # the output of a notebook's cell
-        self._alarms: dict[tuple[str, str], Finding] = {}  # the latest of each layer and code
+        self._cell: Any = None  # display handle of the notebook cell
+        self._alarms: dict[tuple[str, str], Finding] = {}  # latest alarm by layer and code
 
     def __call__(self, record: Record) -> None:
         """Draw the table."""
@@ -59,7 +59,7 @@ class LiveTable:
             self._live.update(table, refresh=True)
 
     def close(self) -> None:
-        """Leave the last table standing."""
+        """Stop redrawing; the last table stays on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -74,15 +74,15 @@ class LiveTable:
 
     def _drawn(self, record: Record) -> Group:
         ((_, grid),) = grids(record_table(record), self._console.width)
-        told = [
+        alarms = [
             f"{group.first.severity}: {place(group)}: {group.first.message}"
             for group in grouped(record.alarms[::-1])[:SHOWN_ALARMS]
         ]
-        return Group(Text(_title(record)), grid, *(Text(printable(sentence)) for sentence in told))
+        return Group(Text(_title(record)), grid, *(Text(printable(sentence)) for sentence in alarms))
 
 
 def bars_on_terminal() -> list[Any]:
-    """Return tqdm's bars that are drawn on a terminal now; one that is disabled has no file."""
+    """Return the tqdm bars on a terminal; a disabled bar has no file."""
     tqdm = sys.modules.get("tqdm.std")
     bars = [] if tqdm is None else list(tqdm.tqdm._instances)
     files = ((bar, getattr(bar, "fp", None)) for bar in bars if hasattr(bar, "start_t"))
@@ -90,17 +90,17 @@ def bars_on_terminal() -> list[Any]:
 
 
 def _is_in_notebook() -> bool:
-    """Return True in a Jupyter kernel; IPython in a terminal has none."""
+    """Return True in a Jupyter kernel; IPython in a terminal has no kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
 def is_live(console: Console) -> bool:
-    """Return True if rich draws something else on a console again and again; it has one such thing, or several."""
+    """Return True if rich redraws something else on the console; newer versions keep a stack of these."""
     return bool(getattr(console, "_live_stack", None) or getattr(console, "_live", None))
 
 
 def _title(record: Record) -> str:
-    learned = {"loss": record.loss, "learning rate": record.lr}
-    known = [f"{name} {number(value)}" for name, value in learned.items() if value is not None]
-    return " · ".join([f"step {record.step}", *known])
+    values = {"loss": record.loss, "learning rate": record.lr}
+    parts = [f"{name} {number(value)}" for name, value in values.items() if value is not None]
+    return " · ".join([f"step {record.step}", *parts])

@@ -1,4 +1,4 @@
-"""Results in notebooks: the HTML table, the line of repr(), the data frame and the plot of each kind of result."""
+"""HTML table, repr(), data frame and plot of each kind of result, for notebooks."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,16 +31,16 @@ from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen, padding_note
 
 COLOURS = {"error": "#d32f2f", "warning": "#c77700", "note": "#1976d2", "fine": "#2e7d32"}
-MOST_ROWS = 100  # of a table; a data frame has all
-MOST_CURVES = 10  # with a name in the legend
-FEW_POINTS = 40  # of a curve that has marks
+MOST_ROWS = 100  # of an HTML table; the data frame has all rows
+MOST_CURVES = 10  # curves that have a name in the legend
+FEW_POINTS = 40  # shorter curves have a mark at each point
 Fields = Iterable[dict[str, Any]]  # rows of a data frame
 LIVE, SEEN = in_place(Place.LIVE), in_place(Place.SEEN)
 
 
 @dataclass(frozen=True)
 class View:
-    """A result as people look at it: a verdict, a table, notes, the rows of a data frame, a plot."""
+    """View of a result: a verdict, a table, notes, the rows of a data frame, and a plot."""
 
     kind: str
     verdict: str
@@ -57,11 +57,11 @@ class View:
 
     @property
     def line(self) -> str:
-        """One line, for repr()."""
+        """One-line summary for repr()."""
         return f"<{self.kind}: {printable(self.verdict.rstrip('.'))}>"
 
     def html(self) -> str:
-        """Return a table with the verdict above it. Names are data, and escaped."""
+        """Return the verdict, the table and the notes as HTML. Names are escaped."""
         columns, rows = self.table.columns, self.table.rows
         head = "".join(_cell("th", column.heading, column) for column in columns)
         body = "".join(f"<tr>{''.join(_cells(columns, row))}</tr>" for row in rows[:MOST_ROWS])
@@ -76,11 +76,11 @@ class View:
         return _package("pandas", "to_pandas()").DataFrame(list(self.records))
 
     def plot(self, statistic: str, ax: Any) -> Any:
-        """Draw a statistic; return the axes."""
+        """Plot a statistic, and return the axes."""
         if statistic not in STATISTICS:
             raise SettingError(f"Expected a statistic to plot, one of {', '.join(STATISTICS)}, got {statistic!r}.")
         if self.draw is None:
-            raise SettingError("Expected a record to plot, and no step was sampled yet.")
+            raise SettingError("Expected a record to plot, but no step has been sampled yet.")
         ax = ax or _package("matplotlib.pyplot", "plot()").subplots(layout="constrained")[1]
         self.draw(ax, statistic, STATISTICS[statistic].factor)
         ax.set_ylabel(STATISTICS[statistic].long)
@@ -235,7 +235,7 @@ def _layers(seen: Audit | Seen) -> Callable[[Any, str, float], None]:
 
 
 def _by_layer(rows: Fields, keys: Iterable[float]) -> Callable[[Any, str, float], None]:
-    """Return what draws a statistic of every head by layer; for the spread, also the critical spread."""
+    """Return a function that plots a statistic of every head by layer; for the spread, also the critical spread."""
 
     def draw(ax: Any, statistic: str, factor: float) -> None:
         heads: dict[str, list[float]] = {}

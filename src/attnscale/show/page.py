@@ -1,4 +1,4 @@
-"""Pages: what a report is made of, and what every page shares. A page fetches nothing, and names in it are data."""
+"""Parts of a report, and the code that all pages share. A page fetches nothing, and escapes every name."""
 
 import base64
 import hashlib
@@ -16,15 +16,15 @@ from attnscale.plain import printable_lines
 from attnscale.show.figures import Figure
 from attnscale.show.tables import Table
 
-MATTER = 3  # notes shown before the fold
-LONG = 24  # lines of a table: longer ones scroll in a box of their own
-FEW = 6  # views that are buttons; more are a list
+MATTER = 3  # notes shown; the others are folded
+LONG = 24  # longer tables scroll in their own box
+FEW = 6  # up to here, views are buttons; more become a list
 SCRIPTS = ("draw.js", "report/chart.js", "report/heat.js", "report/page.js")
 
 
 @dataclass(frozen=True)
 class Note:
-    """One thing to know: how bad (`tone`: error, warning, note or fine), what, where, and what to do."""
+    """Finding on a page: its severity (`tone`: error, warning, note or fine), message, place and advice."""
 
     tone: str
     tag: str
@@ -36,7 +36,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Terms:
-    """Words and what they mean, or settings and what they were."""
+    """List of terms with their meanings, or of settings with their values."""
 
     entries: Mapping[str, str]
 
@@ -46,7 +46,7 @@ Block = str | Table | Terms | tuple[Figure, ...]
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and its blocks; figures in one tuple stand side by side where there is room."""
+    """Heading with its blocks; figures in one tuple are shown side by side if they fit."""
 
     name: str
     title: str
@@ -62,9 +62,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A report: its subject, the verdict in one sentence, what matters, and the rest."""
+    """Report: title, verdict in one sentence, the findings, and the sections."""
 
-    kind: str  # the command it comes from
+    kind: str  # the command that made it
     title: str
     verdict: str
     tone: str
@@ -74,7 +74,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """Return the page as a string; its script runs by its hash only, so nothing that a name contains ever would."""
+    """Return the page as a string. Only the script with our hash may run, so a name cannot inject one."""
     templates = environment()
     script = code(source(templates, *SCRIPTS))
     return templates.get_template("report/page.html.j2").render(
@@ -92,38 +92,38 @@ def render(page: Page) -> str:
 
 
 def kind_of(block: Block) -> str:
-    """Return how the template shows a block."""
+    """Return the name by which the template knows the kind of a block."""
     return {str: "text", Table: "table", Terms: "terms", tuple: "figures"}[type(block)]
 
 
 def environment() -> Environment:
-    """Return the templates; everything that is not marked as code is escaped, for a page and for a reader."""
+    """Return the templates' environment; it escapes HTML and unprintable characters in everything but Markup."""
     made = Environment(loader=PackageLoader("attnscale.show"), autoescape=True, undefined=StrictUndefined)
     made.trim_blocks = made.lstrip_blocks = True
-    # names may bring marks that turn the direction of text
+    # names may contain characters that reverse the direction of text
     made.finalize = lambda value: printable_lines(value) if type(value) is str else value
     return made
 
 
 def source(templates: Environment, *names: str) -> str:
-    """Return files among the templates as they are, one after the other."""
+    """Return the unrendered template files, joined."""
     assert templates.loader is not None
     return "\n".join(templates.loader.get_source(templates, name)[0] for name in names)
 
 
 def code(script: str) -> Markup:
-    """Return our own code, to stand in a script element."""
+    """Return our own code as it must be written in a script element."""
     return Markup(script.replace("</script", "<\\/script"))
 
 
 def data(value: object) -> Markup:
-    """Return JSON to stand in a script element, which ends at the first `</script` whatever surrounds it."""
+    """Return JSON for a script element, without `<`: the element would end at the first `</script`."""
     written = json.dumps(value, allow_nan=False)
     return Markup(written.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
 def policy(*scripts: str) -> str:
-    """Return a content policy: nothing is fetched, and only these scripts run. A report paints maps into images."""
+    """Return a content security policy: fetch nothing, run only these scripts; embedded images are needed for maps."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
     allowed = " ".join(f"'sha256-{value}'" for value in hashes)
     own = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"

@@ -15,19 +15,19 @@ from attnscale.show.text import number
 from attnscale.train.log import LoggedRun
 from attnscale.train.run import Run
 
-LISTED = 20  # runs of a log
+LISTED = 20  # most runs of a log to list
 LAST, FIRST = EXPLODING[0][0], EXPLODING[-1][0]  # published thresholds
 
 
 def show_run(run: Run) -> None:
-    """Print the layers with their growth and forecast, then the alarms. Names are data: nothing in them is markup."""
+    """Print the layers with their growth and forecast, then the alarms and the conclusion."""
     console = Console()
     loss = "" if run.losses is None else f", loss {' → '.join(map(number, run.losses))}"
     say(f"steps {run.first_step}–{run.last_step}, {run.records} records{loss}", console, "bold")
     if run.damaged:
         say(f"{counted(run.damaged, 'damaged line')} skipped:", console, "yellow")
-        for told in run.damage:
-            console.print(Text(printable(told)), soft_wrap=True)
+        for reason in run.damage:
+            console.print(Text(printable(reason)), soft_wrap=True)
         if run.damaged > len(run.damage):
             say(f"and {run.damaged - len(run.damage)} more", console)
     print_table(run_table(run), console)
@@ -38,7 +38,7 @@ def show_run(run: Run) -> None:
 
 
 def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
-    """Print the runs of a log that holds several; of many, the last."""
+    """Print the runs of a log that has several, or the last LISTED of them."""
     if len(runs) == 1:
         return
     console = Console()
@@ -57,7 +57,7 @@ def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
 
 
 def conclusion(run: Run) -> str:
-    """Return one sentence on the run."""
+    """Return a one-sentence summary of the run."""
     kinds = sum(len(raised.group.findings) for raised in run.raised)
     return f"{counted(kinds, 'alarm')}; {_course(run)}."
 
@@ -76,11 +76,11 @@ def _course(run: Run) -> str:
         return f"forecast: {printable(name)} is the first to pass {crossing.threshold:,.0f}, {crossing}"
     if past := sum(layer.effective_max >= LAST for layer in growing):
         return f"the largest score of {past} of {layers} layers is past {LAST:,.0f} and growing"
-    if held := sum(layer.is_clipped for layer in run.layers):
-        return f"QK-Clip holds {held} of {layers} layers where they are"
+    if clipped := sum(layer.is_clipped for layer in run.layers):
+        return f"QK-Clip limits the largest score of {clipped} of {layers} layers"
     if highest >= FIRST:
         leading = next(layer for layer in run.layers if layer.effective_max == highest)
-        how = "grows" if leading in growing else "does not grow any more"
+        how = "grows" if leading in growing else "has stopped growing"
         return f"the largest score, {number(leading.last_max)} in {printable(leading.name)}, {how}"
     if growing:
         return f"the largest score of {len(growing)} of {layers} layers grows, and none comes near a threshold"

@@ -1,4 +1,4 @@
-"""Tables of results: the headings, the cells and what they mean, for the terminal, for pages and for notebooks."""
+"""Tables of results for the terminal, pages and notebooks: headings, cells and colours."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,34 +15,34 @@ from attnscale.show.text import DIGITS, by_pattern, formatted, number, shown
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run
 
-TRIED_FIRST = ("output\nchange", "spread", "scale", "entropy\n% of max")  # columns of a what-if that stay the longest
+TRIED_FIRST = ("output\nchange", "spread", "scale", "entropy\n% of max")  # never dropped from a what-if table
 ERROR_DIGITS = 2
 NO_ALARM = "–"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, a shorter one with line breaks for the terminal, and when the column goes if there is no room."""
+    """Column: heading, a shorter heading with line breaks for the terminal, and its rank when columns are dropped."""
 
     heading: str
     short: str = ""
     is_text: bool = False
-    drop: int = 0  # the columns with the highest number go first; 0 stays
+    drop: int = 0  # a narrow terminal drops the highest number first, and never 0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table, as it is shown."""
+    """Row of a table, formatted."""
 
     cells: tuple[str, ...]
-    name: str = ""  # in full, where the first cell is a short one
-    tone: str = ""  # of the last cell
+    name: str = ""  # full name, if the first cell is an abbreviation
+    tone: str = ""  # severity that colours the last cell
     current: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """Lines under titles of their own, or under none."""
+    """Table of rows in groups, each with a title or with an empty one."""
 
     columns: tuple[Column, ...]
     groups: tuple[tuple[str, tuple[Row, ...]], ...]
@@ -55,18 +55,18 @@ class Table:
 
 
 def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], text: Collection[int] = (0,)) -> Table:
-    """Return a table of rows under headings; the columns numbered in `text` are not numbers."""
+    """Return a table of rows under headings; `text` has the numbers of the columns that hold text."""
     columns = tuple(Column(heading.replace("\n", " "), heading, at in text) for at, heading in enumerate(headings))
     return Table(columns, (("", tuple(Row(tuple(row)) for row in rows)),))
 
 
 def statistic_columns(statistics: Sequence[Statistic]) -> tuple[Column, ...]:
-    """Return the columns of statistics; the last ones go first."""
+    """Return the columns of statistics; a narrow terminal drops the last ones first."""
     return tuple(Column(entry.long, entry.short, drop=at) for at, entry in enumerate(statistics))
 
 
 def by_layer(columns: tuple[Column, ...], rows: Sequence[Row], caption: str = "") -> Table:
-    """Return a table with a group for each pattern of layer names, in which a layer has its number."""
+    """Return a table with a group for each pattern of layer names; its rows show only the layer numbers."""
     named = {row.name: row for row in rows}
     groups = tuple(
         (title, tuple(Row((index or "·", *named[name].cells), name, named[name].tone) for index, name in members))
@@ -108,7 +108,7 @@ def layer_table(lines: Sequence[Line], caption: str = "") -> Table:
 
 
 def what_if_table(what_if: WhatIf) -> Table:
-    """Return the table of scales that were tried; the first is the model's own."""
+    """Return the table of candidate scales; the first is the model's own."""
     columns = tuple(
         Column(heading.replace("\n", " "), heading, drop=0 if heading in TRIED_FIRST else 1 + at)
         for at, heading in enumerate(COLUMNS)
@@ -129,7 +129,7 @@ def backend_table(comparison: BackendComparison) -> Table:
 
 
 def run_table(run: Run) -> Table:
-    """Return the table of a training run: largest scores, growth and forecast, and statistics of the last record."""
+    """Return the table of a training run: largest scores, growth, forecast, and statistics of the last record."""
     statistics = in_place(Place.RUN)
     cells: dict[Column, Callable[[LayerRun], str]] = {
         Column("first largest score", "max\nfirst"): lambda layer: number(layer.first_max),
@@ -186,5 +186,5 @@ def _factor(layer: LayerRun) -> str:
 
 def _crossing(layer: LayerRun) -> str:
     if layer.is_clipped:
-        return "held by QK-Clip"
+        return "limited by QK-Clip"
     return "–" if layer.crossing is None else f"{layer.crossing.threshold:,.0f} at {layer.crossing.step:.0f}"

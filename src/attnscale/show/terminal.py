@@ -1,4 +1,4 @@
-"""Printing in the terminal. Names are data: nothing in them is markup, and nothing in them steers the terminal."""
+"""Printing in the terminal. Names are escaped: they can contain no markup and no control characters."""
 
 from collections.abc import Iterable, Iterator
 
@@ -16,25 +16,26 @@ STYLES = {"error": "red", "warning": "yellow", "note": "cyan", "fine": "green"}
 
 
 def say(text: str, console: Console, style: str = "", indent: int = 0) -> None:
-    """Print a text; long names are broken at their dots."""
+    """Print text, and break long names at their dots."""
     lines = Text(at_dots(printable_lines(text), console.width - indent), style=style)
     console.print(Padding(lines, (0, 0, 0, indent), expand=False) if indent else lines)
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table, each group under its title, and the names of columns that have no room."""
+    """Print a table, each group under its title, and the names of the columns that did not fit."""
     for title, grid in grids(table, console.width):
         console.print()
         if title not in ("", "*"):
             say(title, console, "dim")
         console.print(grid)
-    left = [table.columns[at].heading for at in range(len(table.columns)) if at not in _staying(table, console.width)]
-    if left:
-        say(f"In a wider terminal, and with --json: {', '.join(left)}.", console, "dim")
+    staying = _staying(table, console.width)
+    dropped = [column.heading for at, column in enumerate(table.columns) if at not in staying]
+    if dropped:
+        say(f"In a wider terminal, and with --json: {', '.join(dropped)}.", console, "dim")
 
 
 def grids(table: Table, width: int) -> Iterator[tuple[str, Grid]]:
-    """Yield the title and the grid of each group; columns are as wide in all groups."""
+    """Yield the title and the grid of each group; a column has the same width in all groups."""
     staying = _staying(table, width)
     unbroken = (max([needed, *(len(row.cells[at]) for row in table.rows)]) for at, needed in staying.items())
     gap = 2 if sum(unbroken) + 2 * len(staying) - 2 <= width else 1
@@ -51,7 +52,7 @@ def grids(table: Table, width: int) -> Iterator[tuple[str, Grid]]:
 
 
 def _staying(table: Table, width: int) -> dict[int, int]:
-    """Return the columns that there is room for, each with its width."""
+    """Return the width of each column that fits."""
     widths = {at: _width(column, [row.cells[at] for row in table.rows]) for at, column in enumerate(table.columns)}
     for at in sorted(widths, key=lambda at: -table.columns[at].drop):
         if sum(needed + 1 for needed in widths.values()) <= width + 1 or not table.columns[at].drop:
@@ -61,14 +62,14 @@ def _staying(table: Table, width: int) -> dict[int, int]:
 
 
 def _width(column: Column, cells: Iterable[str]) -> int:
-    """Return the width in which no number, no word and no line of the heading is broken."""
+    """Return the least width that breaks no number, no word and no line of the heading."""
     heading = (column.short or column.heading).split("\n")
     words = [word for text in (*heading, *cells) for word in text.split()] if column.is_text else [*heading, *cells]
     return max(map(len, words), default=1)
 
 
 def print_group(group: Group, console: Console, before: str = "", after: str = "", advises: bool = True) -> None:
-    """Print findings that say the same, once: severity, code, place, message and advice."""
+    """Print a group of equal findings once: severity, code, place, message and advice."""
     first = group.first
     style = STYLES[first.severity]
     where = at_dots(printable_lines(f"{place(group)}{after}"), console.width)

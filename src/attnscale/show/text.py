@@ -1,4 +1,4 @@
-"""Numbers, and names and places of layers, as short text."""
+"""Short text for numbers, for names of layers and for places of findings."""
 
 import math
 import re
@@ -9,10 +9,10 @@ from typing import Any
 from attnscale.checking import Group
 from attnscale.measure.statistics import Statistic
 
-SMALL = 0.01  # a digit less below this keeps a column narrow
-LARGE, HUGE = 1e3, 1e6  # between them, 47,400 is narrower than 4.74e+04 and easier to read
-DIGITS = 4  # of a number in a table of results
-INDEX = re.compile(r"(?<![^.])\d+(?![^.#])")  # a whole part of a path, as ModuleList names its entries
+SMALL = 0.01  # numbers below this have one digit less, to keep columns narrow
+LARGE, HUGE = 1e3, 1e6  # between these, 47,400 is easier to read than 4.74e+04
+DIGITS = 4  # significant digits in a table of results
+INDEX = re.compile(r"(?<![^.])\d+(?![^.#])")  # a path component that is a number, as in ModuleList
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -32,7 +32,7 @@ def formatted(statistic: Statistic, value: float, error: float = math.nan) -> st
 
 
 def with_error(error: float) -> str:
-    """Return a standard error to stand behind its value; nothing for NaN.
+    """Return the text that follows a value to show its standard error; empty for NaN.
 
     >>> with_error(0.0123), with_error(12.3), with_error(math.nan), with_error(math.inf)
     ('±0.01', '±12', '', '±?')
@@ -43,7 +43,7 @@ def with_error(error: float) -> str:
 
 
 def shown(value: Any, digits: int = DIGITS) -> str:
-    """Return a value of a table or a setting as text.
+    """Return a table cell or the value of a setting as text.
 
     >>> shown(0.30751), shown(4096), shown(None), shown(1.5e7), shown(True), shown({"torch": "2.13"})
     ('0.3075', '4,096', '–', '1.5e+07', 'yes', 'torch 2.13')
@@ -65,7 +65,7 @@ def shown(value: Any, digits: int = DIGITS) -> str:
 
 
 def pattern(name: str) -> tuple[str, str]:
-    """Return the path with * for its numbers, and the numbers.
+    """Return the path with its numbers replaced by *, and the numbers.
 
     >>> pattern("decoder.layers.3.cross.0"), pattern("attention")
     (('decoder.layers.*.cross.*', '3.0'), ('attention', ''))
@@ -87,7 +87,7 @@ def by_pattern(names: Iterable[str]) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def ranges(numbers: Iterable[str]) -> str:
-    """Return numbers as a person writes them.
+    """Return numbers as a short list of ranges.
 
     >>> ranges(["0", "1", "2", "5", "7.1"])
     '0–2, 5, 7.1'
@@ -100,7 +100,7 @@ def ranges(numbers: Iterable[str]) -> str:
 
 
 def at_dots(text: str, width: int) -> str:
-    """Break words that are longer than a line behind a dot, or else behind an underscore.
+    """Break each word longer than `width` after a dot, else after an underscore, else anywhere.
 
     >>> print(at_dots("in encoder.layer.0.linear", 16))
     in encoder.layer.0.
@@ -119,7 +119,7 @@ def _pieces(word: str, width: int) -> list[str]:
 
 
 def place(group: Group) -> str:
-    """Return where a group of findings lies, in one line."""
+    """Return the layers and heads of a group of findings, in one line."""
     if len(group.layers) == 1:
         return group.where(1)
     title, _ = pattern(group.first.layer)

@@ -215,7 +215,7 @@ def _transform_by_convolution(
 def _top1(spread: float, keys: int) -> float:
     """Return E[max p]: the largest score is x, and each other s adds e^{−(x−s)} to the denominator."""
     reach = _reach(keys)
-    highest = np.linspace(-reach, reach, 401)  # in units of the spread
+    highest = np.linspace(-reach, reach, 401)  # largest score / spread
     log_u = np.arange(-TAIL - math.log(keys), math.log(TAIL), STEP)
     gaps, weights = _panels(end=min(2 * reach * spread, 2 * TAIL + math.log(keys)), width=2 * min(1.0, spread))
     # 1 − exp(−u e^{−gap}) of a key at this gap below the largest score; it does not depend on x

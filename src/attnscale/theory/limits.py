@@ -4,7 +4,7 @@ import math
 
 from attnscale.errors import SettingError
 
-SATURATED_TOP1 = 0.99  # its own gradient p(1 − p) is then under 0.01
+SATURATED_TOP1 = 0.99  # p(1 − p), the gradient of the weight to its own score, is then below 0.01
 # At this spread H ≈ ln n − σ²/2 is within 0.02 nats of uniform weights.
 DILUTED_SPREAD = 0.2
 # Above this share of the critical spread, few keys get most of the weight: σ = 2.98 at n = 1024, expected top-1 0.27.

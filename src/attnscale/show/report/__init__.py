@@ -1,4 +1,4 @@
-"""Reports to send to a colleague: one HTML file each, which fetches nothing and in which every name is data."""
+"""Reports, each in one self-contained HTML file that fetches nothing and escapes every name."""
 
 from attnscale.show.report.check import comparison_page, report_page
 from attnscale.show.report.lab import lab_page

@@ -24,9 +24,9 @@ from attnscale.show.tables import backend_table, layer_table, what_if_table
 from attnscale.show.text import place
 from attnscale.watching.seen import padding_note
 
-CRITICAL_SPREAD = {"critical spread": "√(2 ln n): of n scores that spread wider, a few keys take most of the weight"}
+CRITICAL_SPREAD = {"critical spread": "√(2 ln n): if n scores spread wider, a few keys take most of the weight"}
 OF_MODELS = {
-    "expected spread": "spread of independent queries and keys of the norms measured: "
+    "expected spread": "spread for independent queries and keys of the measured norms: "
     "expected scale · ‖q‖ · ‖k‖ / √d_k",
     "scale": f"{STATISTICS['scale_applied'].meaning}; {STATISTICS['scale_applied'].reading}",
 }
@@ -38,7 +38,7 @@ def report_page(checked: Checked) -> str:
 
 
 def check_report(checked: Checked) -> Page:
-    """Return what `attnscale check` found, as a report."""
+    """Return the report of a check as a Page."""
     unchecked = checked.audit.unchecked
     return Page(
         kind="attnscale check",
@@ -55,7 +55,7 @@ def check_report(checked: Checked) -> Page:
 
 
 def note_of(group: Group, where: str = "") -> Note:
-    """Return findings that say the same as one note."""
+    """Return the note for a group of equal findings."""
     first = group.first
     return Note(first.severity, first.severity, first.message, first.code, where or place(group), first.advice)
 
@@ -70,35 +70,35 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
     spreads = critical_spreads("critical-spreads", list(map(spread_of, layers.values())))
     yield Section("critical-spread", "Spread and critical spread", ((spreads,),))
     if (weights := concentrated_heads("sharp-heads", layers)) is not None:
-        told = "The weights of heads beyond the critical spread, in the first sequence. Each row is a query."
-        yield Section("sharp", "Where concentrated heads look", (told, (weights,)))
+        text = "The weights of heads beyond the critical spread, in the first sequence. Each row is a query."
+        yield Section("sharp", "Weights of concentrated heads", (text, (weights,)))
     if checked.what_if is not None:
-        told = (
+        text = (
             f"Computed from the queries, keys and values of {checked.focus} in this forward pass, with its own masks "
-            "and biases. Output change is relative to the norm of the output; a dash if the values could not be read."
+            "and biases. Output change is relative to the norm of the output; a dash means unreadable values."
         )
-        yield Section("what-if", "What another scale would do", (told, what_if_table(checked.what_if)))
+        yield Section("what-if", "The layer under other scales", (text, what_if_table(checked.what_if)))
 
 
 def words_of_models() -> Terms:
-    """Return what the words of a report on a model mean."""
+    """Return the glossary of a report on a model."""
     return Terms(meanings(Place.CHECK | Place.MAP) | OF_MODELS | CRITICAL_SPREAD)
 
 
 def meanings(places: Place) -> dict[str, str]:
-    """Return what statistics mean that are shown in some places."""
+    """Return the meanings of the statistics that are shown in these places."""
     return {entry.long: entry.meaning for entry in in_place(places)}
 
 
 def _method(checked: Checked) -> Section:
     rows = "every row of every head" if checked.rows is None else f"{checked.rows} sampled rows of every head"
     state = "trained" if checked.audit.trained else "at initialisation"
-    told = (
-        f"One forward pass on {checked.fed}, on {checked.device}; {rows} was measured. Judged by its norms and "
-        f"biases, the model is {state}."
+    setup = (
+        f"One forward pass on {checked.fed}, on {checked.device}, which measured {rows}. By its norms and biases, "
+        f"the model is {state}."
     )
     padding = padding_note(checked.audit.layers.values())
-    text = " ".join([told, *padding, *checked.notes])
+    text = " ".join([setup, *padding, *checked.notes])
     return Section("method", "How it was measured", (text, sampling_of(checked.audit.layers), words_of_models()))
 
 
@@ -110,16 +110,16 @@ def comparison_page(comparison: Comparison | BackendComparison) -> str:
 
 
 def comparison_report(comparison: Comparison) -> Page:
-    """Return what `attnscale compare` found, as a report."""
+    """Return the report of a comparison of two models as a Page."""
     new = [note_of(group) for group in grouped(comparison.new)]
     gone = [note_of(group) for group in grouped(comparison.gone)]
-    told = (
+    method = (
         "Every head was measured on several sequences, or in the latest records of a run; ± is the standard error of "
-        "the change, from how much these differ. Where both were run on the same sequences, it is that of the "
-        f"differences. A change is listed if it is larger than {comparison.tolerance:g}, relative or of a share, and "
-        f"larger than its error: if nothing changed, the probability that any head is listed is {LEVEL:.0%} (Student, "
-        "Welch, Holm). Where the parameters that make a head's queries and keys are the same, bit for bit, its inputs "
-        "changed it."
+        "the change, estimated from the variation between them. If both models ran on the same sequences, it is the "
+        f"error of the paired differences. A change is listed if it is larger than {comparison.tolerance:g} (relative; "
+        "absolute for shares) and larger than its error: if nothing changed, the probability that any head is listed "
+        f"is {LEVEL:.0%} (Student, Welch, Holm). If the parameters that compute a head's queries and keys are equal "
+        "bit for bit, its change comes from its inputs."
     )
     return Page(
         kind="attnscale compare",
@@ -131,21 +131,21 @@ def comparison_report(comparison: Comparison) -> Page:
             *(Note("fine", "gone", note.message, note.code, note.place) for note in gone),
             *map(_change, comparison.changed),
         ),
-        sections=(_heads(comparison), Section("method", "How it was compared", (told, *comparison.notes))),
+        sections=(_heads(comparison), Section("method", "How it was compared", (method, *comparison.notes))),
     )
 
 
 def backends_report(comparison: BackendComparison) -> Page:
-    """Return what `attnscale compare MODEL --backends` found, as a report."""
+    """Return the report of a comparison of backends as a Page."""
     notes = [
         Note("warning", "differs", f"{each.message}.", each.what, f"{row.layer}, {row.backend}")
         for row in comparison.differing
         for each in row.differences
     ]
-    told = (
-        f"The same weights and the same batch ({comparison.fed}), once with each backend, in evaluation mode. The "
-        "output is that of the layer's module; its change is relative to the first backend, without padding. "
-        "A layer whose inputs changed already is not listed for its output."
+    method = (
+        f"The same weights and the same batch ({comparison.fed}) ran once with each backend, in evaluation mode. "
+        "Output change compares the output of the layer's module with that under the first backend, without padding. "
+        "A layer is not listed for its output if its inputs had already changed."
     )
     return Page(
         kind="attnscale compare --backends",
@@ -155,14 +155,14 @@ def backends_report(comparison: BackendComparison) -> Page:
         notes=tuple(notes),
         sections=(
             *((Section("layers", "Layer by layer", (backend_table(comparison),)),) if comparison.rows else ()),
-            Section("method", "How it was compared", (told, *comparison.remarks)),
+            Section("method", "How it was compared", (method, *comparison.remarks)),
         ),
     )
 
 
 def _change(head: HeadChange) -> Note:
-    told = f"{head.text}."
-    return Note("warning" if head.worse else "note", "changed", told, "", head.place, f"{head.by_factor}.")
+    tone = "warning" if head.worse else "note"
+    return Note(tone, "changed", f"{head.text}.", "", head.place, f"{head.by_factor}.")
 
 
 def _heads(comparison: Comparison) -> Section:
@@ -177,7 +177,6 @@ def _heads(comparison: Comparison) -> Section:
 
 
 def _map(comparison: Comparison, statistic: str) -> Heat:
-    """Colour heads by their change, up in one colour and down in another."""
     names = tuple(dict.fromkeys(head.layer for head in comparison.heads))
     layers = [[head.moves.get(statistic) for head in comparison.heads if head.layer == name] for name in names]
     width = max(map(len, layers))

@@ -1,4 +1,4 @@
-"""Figures of heads: their map, their spreads, the weights of concentrated ones, and sampling errors."""
+"""Figures of heads: maps, spreads, weights of concentrated heads, and histograms of scores."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,21 +20,21 @@ from attnscale.theory.limits import critical_spread
 from attnscale.train.record import Record
 from attnscale.watching import Layer
 
-OUTLIERS = 20.0  # times the median: from here on colours follow the logarithm
-SHOWN = 8  # heads whose weights are shown, and layers whose scores are
-SIDE = 64  # fields a side, at most
+OUTLIERS = 20.0  # colour by the logarithm if the largest value is this many times the median
+SHOWN = 8  # most heads to show weights of, and layers to show scores of
+SIDE = 64  # most fields along each side of a map of weights
 BINS = 40  # of a histogram
-ROOM = 1.7  # times its highest bar: the density of a narrow expectation may be higher, and is cut
+ROOM = 1.7  # height of the axis over the highest bar; a higher expected density is cut off
 Values = Sequence[Sequence[Number]]
 
 
 def mapped() -> list[Statistic]:
-    """Return the statistics that a map shows, one at a time: means first, extremes last."""
+    """Return the statistics that a map can show: means first, extremes last."""
     return sorted(in_place(Place.MAP), key=lambda entry: entry.heads == "max")
 
 
 def map_of_layers(name: str, layers: Mapping[str, Layer]) -> Figure:
-    """Return the map of a watched model; with errors or upper bounds where only some rows were looked at."""
+    """Return the map of a watched model; sampled rows add standard errors or upper bounds."""
     stats = [layer.stats for layer in layers.values()]
     is_exact = all(one.exact for one in stats)
     views = {}
@@ -50,7 +50,7 @@ def map_of_layers(name: str, layers: Mapping[str, Layer]) -> Figure:
 
 
 def map_of_record(name: str, record: Record) -> Figure:
-    """Return the map of one sampled step."""
+    """Return the map of one sampled training step."""
     views = {}
     for entry in mapped():
         heads = (layer.numbers.get(entry.name, []) for layer in record.layers.values())
@@ -62,7 +62,6 @@ def map_of_record(name: str, record: Record) -> Figure:
 def _map(
     entry: Statistic, names: tuple[str, ...], values: Values, errors: Values | None = None, bounds: Values | None = None
 ) -> Heat:
-    """Colour heads in the statistic's range, or in that of the values where it has no highest."""
     values = _padded(values)
     known = [value for row in values for value in row if value is not None]
     highest = entry.highest and entry.factor * entry.highest
@@ -88,7 +87,7 @@ def _notice(entry: Statistic, names: Sequence[str], values: Values) -> str:
         (value, row, head) for row, heads in enumerate(values) for head, value in enumerate(heads) if value is not None
     ]
     if not known:
-        return f"No head has a {entry.long} that is a number."
+        return f"No head has a finite {entry.long}."
     extreme, (value, row, head) = ("highest", max(known)) if entry.bad == "large" else ("lowest", min(known))
     middle = median(value for value, _, _ in known)
     return (
@@ -107,14 +106,14 @@ def _padded(values: Values) -> Values:
 
 
 def sampling_of(layers: Mapping[str, Layer]) -> str:
-    """Return a sentence on the rows that were measured, and what that leaves open."""
+    """Return a sentence on the measured rows and the resulting sampling error."""
     stats = [layer.stats for layer in layers.values()]
     if all(one.exact for one in stats):
         return "Every row was measured, so no number has a sampling error."
     bound = max(float(one.max_bound.nan_to_num(-torch.inf).max()) for one in stats)
     return (
-        "Only some rows were measured: ± is the standard error that follows. The largest score has an upper bound "
-        f"instead: no score exceeds {number(bound)}."
+        "Only some rows were measured: ± is the standard error from this sampling. The largest score has an upper "
+        f"bound instead: no score exceeds {number(bound)}."
     )
 
 
@@ -157,11 +156,11 @@ def _spans(size: int, step: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Spread:
-    """Spread of a layer's heads, and the number of keys that its rows see."""
+    """Spread of each head of a layer, and the number of keys that its rows see."""
 
     name: str
-    heads: list[float]  # those that are numbers
-    keys: float  # that a row sees, on average
+    heads: list[float]  # finite values only
+    keys: float  # mean number of keys that a row sees
 
     @property
     def mean(self) -> float:
@@ -170,7 +169,7 @@ class Spread:
 
     @property
     def critical(self) -> float:
-        """√(2 ln n) over the keys that a row sees on average."""
+        """Critical spread √(2 ln n) for the mean number of keys."""
         return critical_spread_over(self.keys)
 
 
@@ -187,7 +186,7 @@ def spread_of(layer: Layer) -> Spread:
 
 
 def spreads_of(record: Record) -> list[Spread]:
-    """Return the spreads of a record's layers, where it knows how many keys their rows see."""
+    """Return the spreads of the layers for which the record has the number of keys."""
     return [
         Spread(name, known_values(layer.numbers["spread"]), layer.keys)
         for name, layer in record.layers.items()
@@ -202,7 +201,7 @@ def critical_spreads(name: str, spreads: Sequence[Spread]) -> Figure:
     means = [spread.mean for spread in spreads]
     measured = Series("mean of its heads, lowest to highest", x, means, low, high, marks=True, points=names)
     critical = [spread.critical for spread in spreads]
-    # with one layer: a line through its place, and not a point
+    # a single layer gets a line, because one point would not be visible
     across, line = (x, critical) if len(x) > 1 else ([-0.5, 0.5], [*critical, *critical])
     expected = Series("critical spread √(2 ln n)", across, line, tone="ink", dashed=True)
     top = 1.1 * (max([*critical, *(value for spread in spreads for value in spread.heads)], default=1.0) or 1.0)
@@ -215,18 +214,18 @@ def _spread_notice(spreads: Sequence[Spread]) -> str:
     beyond = sum(value > spread.critical for spread in spreads for value in spread.heads)
     known = [spread for spread in spreads if math.isfinite(spread.mean) and spread.critical > 0]
     if not known:
-        return "No layer has a spread that is a number."
+        return "No layer has a finite spread."
     nearest = max(known, key=lambda spread: spread.mean / spread.critical)
-    where = "furthest past it" if nearest.mean > nearest.critical else "nearest to it"
+    where = "furthest above it" if nearest.mean > nearest.critical else "closest to it"
     return (
-        f"{beyond} of {heads} heads are beyond the critical spread for the keys they see. The layer {where} is "
+        f"{beyond} of {heads} heads are above the critical spread for the keys they see. The layer {where} is "
         f"{nearest.name}: its spread is {number(nearest.mean)} over {nearest.keys:.0f} keys, the critical spread "
         f"{number(nearest.critical)}."
     )
 
 
 def score_histograms(name: str, layers: Mapping[str, Layer]) -> Figure | None:
-    """Return the scores of the widest head of layers whose spread is widest, beside their theoretical densities."""
+    """Return a score histogram of the widest head of each of the widest layers, with theoretical densities."""
     spreads = {name: layer.stats.std_within_rows.double().nan_to_num(-1.0) for name, layer in layers.items()}
     widest = sorted((name for name in layers if layers[name].kept), key=lambda name: -float(spreads[name].max()))
     found = {name: _histogram(layers[name], int(spreads[name].argmax())) for name in widest[:SHOWN]}
@@ -235,7 +234,7 @@ def score_histograms(name: str, layers: Mapping[str, Layer]) -> Figure | None:
 
 
 def _histogram(layer: Layer, head: int) -> Chart | None:
-    # The logarithm of a weight is its score but for a constant of the row: masks, biases and soft-caps are in it.
+    # log(weight) is the score minus a constant of the row, so it includes masks, biases and soft-caps.
     logs = layer.weights(head).double().cpu().log()
     visible = torch.isfinite(logs)
     means = torch.where(visible, logs, 0.0).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
@@ -254,12 +253,16 @@ def _histogram(layer: Layer, head: int) -> Chart | None:
 
     series = (
         Series("scores measured", x, measured, [0.0] * BINS, measured),
-        Series("normal, of the measured spread", x, normal(scores.std()), tone="ink"),
-        *([Series("normal, of the expected spread", x, normal(expected), tone=1, dashed=True)] if expected > 0 else []),
+        Series("normal, with the measured spread", x, normal(scores.std()), tone="ink"),
+        *(
+            [Series("normal, with the expected spread", x, normal(expected), tone=1, dashed=True)]
+            if expected > 0
+            else []
+        ),
     )
-    axes = Axis("score above its row’s mean"), Axis("density", range=(0.0, top))
+    axes = Axis("score minus its row’s mean"), Axis("density", range=(0.0, top))
     notice = (
-        f"Head {head} of {layer.name}, the widest of its layer, in the first sequence: spread {number(scores.std())}; "
-        f"for independent queries and keys of the same norms it would be {number(expected)}."
+        f"Head {head} of {layer.name}, which has the widest spread of its layer, in the first sequence: spread "
+        f"{number(scores.std())}; for independent queries and keys of the same norms it would be {number(expected)}."
     )
     return Chart(series, *axes, notice)

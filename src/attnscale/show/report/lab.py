@@ -1,4 +1,4 @@
-"""The report of an experiment of the lab."""
+"""Report of an experiment of the lab."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ def lab_page(result: lab.Result) -> str:
 
 
 def lab_report(result: lab.Result) -> Page:
-    """Return what an experiment found, as a report: checks that fail stand first."""
+    """Return the report of an experiment as a Page; failed checks come first."""
     checks = sorted(result.checks, key=lambda check: bool(check.holds))
     figures = [_figure(f"plot-{index}", plot) for index, plot in enumerate(result.plots)]
     maps = [
@@ -71,7 +71,7 @@ def _chart(plot: lab.Plot) -> Chart:
             curve.low or (),
             curve.high or (),
             marks=not curve.is_theory,
-            # the colour of the measured curve that a prediction belongs to
+            # a prediction has the colour of its measured curve
             tone=measured.index(name) if (name := curve.name.removesuffix(", expected")) in measured else "ink",
             dashed=curve.is_theory,
         )

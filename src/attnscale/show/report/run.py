@@ -1,4 +1,4 @@
-"""The reports of training runs: of a monitor's log, and of the demo's two runs side by side."""
+"""Reports of training runs: of a monitor's log, and of the demo's two runs side by side."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,13 +27,13 @@ from attnscale.show.text import number, place, shown
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run, summarise
 
-CURVES = 6  # layers with a curve of their own: more could not be distinguished
-MARKED = 40  # points that have marks, at most
-FORECAST = 25  # points of a forecast
-MARGIN = 1.02  # of an axis, so that a curve at its end is seen
-SAME = 0.9  # of the largest score: where softmax sees less of it, the curve is not the one that is forecast
-LOG_LARGEST = 700.0  # of a number that a float holds
-BEYOND = 1.5  # times the highest score: limits up to there are shown
+CURVES = 6  # layers that get their own curve; more could not be distinguished
+MARKED = 40  # curves with more points have no marks
+FORECAST = 25  # steps of the curve of a forecast
+MARGIN = 1.02  # height of an axis over the highest value, so that a curve there is visible
+SAME = 0.9  # forecasts are drawn only if softmax receives at least this share of the largest score
+LOG_LARGEST = 700.0  # exp of more overflows a float
+BEYOND = 1.5  # shows published limits up to this multiple of the highest score
 
 
 def run_page(title: str, records: Sequence[Record], run: Run | None = None) -> str:
@@ -42,7 +42,7 @@ def run_page(title: str, records: Sequence[Record], run: Run | None = None) -> s
 
 
 def run_report(title: str, records: Sequence[Record], run: Run | None = None) -> Page:
-    """Return a recorded run as a report; `run` is its summary, where `records` are thinned."""
+    """Return the report of a run as a Page; pass its summary as `run` if `records` are thinned."""
     run = summarise(records) if run is None else run
     notes = tuple(note_of(one.group, f"{place(one.group)} · {one.when}") for one in run.raised)
     curves, spreads, verdict = layers_over_run("run-curves", records, run), spreads_of(records[-1]), conclusion(run)
@@ -69,14 +69,14 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
 
 def _method(run: Run, records: Sequence[Record]) -> Section:
     rows = {layer.rows for record in records for layer in record.layers.values()}
-    looked = f"{min(rows)}" if len(rows) == 1 else f"{min(rows, default=0)} to {max(rows, default=0)}"
+    per_layer = f"{min(rows)}" if len(rows) == 1 else f"{min(rows, default=0)} to {max(rows, default=0)}"
     ranks = max(record.ranks for record in records)
     sentences = [
-        f"{run.records} records of the steps {run.first_step} to {run.last_step}; each measured {looked} rows of a "
-        f"layer, over all its heads, on {ranks} {'rank' if ranks == 1 else 'ranks'}."
+        f"{run.records} records of the steps {run.first_step} to {run.last_step}; each measured {per_layer} rows of a "
+        f"layer, counted over all heads, on {ranks} {'rank' if ranks == 1 else 'ranks'}."
     ]
     if len(records) < run.records:
-        sentences.append(f"Curves show {len(records)} of the records, among them every one with an alarm.")
+        sentences.append(f"Curves show {len(records)} of the records, including every record with an alarm.")
     if run.damaged:
         sentences.append(f"{run.damaged} damaged lines were skipped.")
     bounds = known_values(layer.whole("max_bound") for layer in records[-1].layers.values())
@@ -84,20 +84,20 @@ def _method(run: Run, records: Sequence[Record]) -> Section:
         sentences.append(f"At the last step no score exceeds {max(bounds):.4g}.")
     forecast = (
         "Growth is the slope of a Theil–Sen line through the logarithm of the largest score above its row's mean, over "
-        "the latest records. A forecast continues it, damped, for at most eight records and half as many as there "
-        "are. Its band is a 90% interval: from growth that ends now to growth that continues. Growth may end at any "
-        "time, so a forecast names the step before which a threshold is not expected to be passed, and no step after."
+        "the latest records. A forecast continues it, damped, for at most eight records and at most half the number "
+        "of records. Its band is a 90% interval: from growth that ends now to growth that continues. Growth may end at "
+        "any time, so a forecast gives the earliest step at which a threshold may be passed, and no latest step."
     )
     if not spreads_of(records[-1]):
-        forecast += " These records do not say how many keys a row sees, so no critical spread is drawn."
+        forecast += " These records lack the number of keys per row, so no critical spread is drawn."
     if all(record.loss is None and record.lr is None for record in records):
-        forecast += " They hold no loss: pass it as Monitor.step(loss=…, lr=…); the callbacks do so."
+        forecast += " They contain no loss: pass it as Monitor.step(loss=…, lr=…); the callbacks do this."
     words = Terms(meanings(Place.RUN | Place.MAP) | CRITICAL_SPREAD)
     return Section("method", "How it was measured", (" ".join(sentences), forecast, words))
 
 
 def learning(name: str, records: Sequence[Record]) -> Figure | None:
-    """Return the loss and the learning rate over the run, where records have them."""
+    """Return the figure of the loss and the learning rate; None if the records have neither."""
     courses = {
         "loss": [(record.step, record.loss) for record in records if record.loss is not None],
         "learning rate": [(record.step, record.lr) for record in records if record.lr is not None],
@@ -107,7 +107,7 @@ def learning(name: str, records: Sequence[Record]) -> Figure | None:
 
 
 def loss_chart(title: str, runs: dict[str, Sequence[tuple[int, float]]]) -> Chart:
-    """Return the chart of a curve for each run."""
+    """Return a chart with the curve of each run."""
     series, sentences = [], []
     for tone, (name, course) in enumerate(runs.items()):
         steps, values = [step for step, _ in course], [value for _, value in course]
@@ -126,7 +126,7 @@ def loss_chart(title: str, runs: dict[str, Sequence[tuple[int, float]]]) -> Char
 
 
 def layers_over_run(name: str, records: Sequence[Record], run: Run) -> Figure:
-    """Return every statistic over the steps: the layers that matter, the range of all, the forecast of the largest."""
+    """Return the figure of every statistic over the steps: the main layers, the range of all layers, and forecasts."""
     matter = sorted(run.layers, key=_importance)[:CURVES]
     chosen = [layer for layer in run.layers if layer in matter]
     views = {}
@@ -145,7 +145,7 @@ def layers_over_run(name: str, records: Sequence[Record], run: Run) -> Figure:
 
 
 def runs_over_time(name: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
-    """Return every statistic of every run: the mean of its layers, from the lowest to the highest."""
+    """Return the figure of every statistic of every run: the mean over layers, in a band from lowest to highest."""
     views = {}
     for statistic in mapped():
         series, ends = [], []
@@ -159,7 +159,6 @@ def runs_over_time(name: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> F
 
 
 def _band(name: str, records: Sequence[Record], statistic: Statistic, tone: int | str) -> Series:
-    """Return the mean of the layers over the steps, with the range from the lowest to the highest."""
     values = [
         known_values(statistic.factor * layer.whole(statistic.name) for layer in record.layers.values())
         for record in records
@@ -170,7 +169,7 @@ def _band(name: str, records: Sequence[Record], statistic: Statistic, tone: int 
 
 
 def axis_of(statistic: Statistic, series: Sequence[Series]) -> Axis:
-    """Return an axis over all of a statistic's range where that ends, else a logarithmic one where values allow it."""
+    """Return an axis for a statistic: its whole range if bounded, else logarithmic if all values are positive."""
     if statistic.highest is not None:
         return Axis(statistic.long, range=(0.0, MARGIN * statistic.factor * statistic.highest))
     values = [value for one in series for value in (*one.y, *one.low) if value is not None]
@@ -185,10 +184,10 @@ def _importance(layer: LayerRun) -> tuple[float, float]:
 def _curves(records: Sequence[Record], statistic: Statistic, chosen: Sequence[LayerRun]) -> Iterator[Series]:
     labels = legend(layer.name for layer in chosen)
     for tone, layer in enumerate(chosen):
-        seen = [record for record in records if layer.name in record.layers]
-        values = [statistic.factor * record.layers[layer.name].whole(statistic.name) for record in seen]
-        steps = [record.step for record in seen]
-        yield Series(labels[layer.name], steps, values, tone=tone, marks=len(seen) <= MARKED)
+        own = [record for record in records if layer.name in record.layers]
+        values = [statistic.factor * record.layers[layer.name].whole(statistic.name) for record in own]
+        steps = [record.step for record in own]
+        yield Series(labels[layer.name], steps, values, tone=tone, marks=len(own) <= MARKED)
 
 
 def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list[Series]:
@@ -205,17 +204,17 @@ def _forecasts(chosen: Sequence[LayerRun]) -> Iterator[Series]:
             yield _forecast(f"{labels[layer.name]}: forecast, 90% interval", layer.growth, tone)
 
 
-def _forecast(name: str, ahead: Growth, tone: int) -> Series:
-    points = [ahead.horizon * point / FORECAST for point in range(FORECAST + 1)]
+def _forecast(name: str, growth: Growth, tone: int) -> Series:
+    points = [growth.horizon * point / FORECAST for point in range(FORECAST + 1)]
     y, low, high = (
         [math.exp(min(of(steps), LOG_LARGEST)) for steps in points]
-        for of in (ahead.likely, ahead.lowest, ahead.highest)
+        for of in (growth.likely, growth.lowest, growth.highest)
     )
-    return Series(name, [ahead.step + steps for steps in points], y, low, high, tone=tone, dashed=True)
+    return Series(name, [growth.step + steps for steps in points], y, low, high, tone=tone, dashed=True)
 
 
 def _thresholds(series: Sequence[Series]) -> list[Series]:
-    """Return the scores with a published meaning, as far as the curves reach."""
+    """Return lines at the published limits of scores that the curves come near."""
     steps = [x for one in series for x in one.x if x is not None]
     highest = max(known_values(value for one in series for value in (*one.y, *one.high)), default=0.0)
     levels = sorted(level for level, _, _ in EXPLODING if level <= BEYOND * highest)
@@ -238,9 +237,9 @@ def _critical_spreads(records: Sequence[Record]) -> Iterable[Series]:
 def _growth_notice(run: Run) -> str:
     growing = [(layer.growth, layer) for layer in run.layers if layer.growth is not None and layer.growth.is_growing]
     if not growing and len(run.layers) == 1:
-        return "Its largest score does not grow by more than its error."
+        return "The largest score does not grow by more than its error."
     if not growing:
-        return f"In none of {len(run.layers)} layers the largest score grows by more than its error."
+        return f"In none of the {len(run.layers)} layers does the largest score grow by more than its error."
     growth, first = max(growing, key=lambda found: found[0].rate)
     return (
         f"The largest score grows in {len(growing)} of {len(run.layers)} layers; fastest in {first.name}, "
@@ -259,7 +258,7 @@ def twins_page(twins: Twins) -> str:
 
 
 def twins_report(twins: Twins) -> Page:
-    """Return training runs side by side, as a report; parts that no run has are left out."""
+    """Return the report of training runs side by side as a Page; omits parts that no run has."""
     return Page("attnscale demo", twins.title, twins.verdict, "note", (), tuple(_sections(twins)), twins.explanation)
 
 
@@ -285,12 +284,12 @@ def _sections(twins: Twins) -> Iterator[Section]:
 
 
 def _shares(runs: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> Figure:
-    """Return the share of the gradient that the queries with the smallest gradients receive together."""
+    """Return the cumulative share of the gradient over queries, smallest gradient first."""
     lines = (
         Series(name, [x for x, _ in curve], [y for _, y in curve], tone=tone, marks=True)
         for tone, (name, curve) in enumerate(runs)
     )
     even = Series("equal shares", (0.0, 1.0), (0.0, 1.0), tone="ink", dashed=True)
-    notice = "The lower a line runs, the less evenly queries share the gradient. A share says nothing of its size."
+    notice = "The lower a line, the less evenly queries share the gradient. A share does not show the gradient's size."
     axes = Axis("share of the queries, smallest gradient first"), Axis("share of the gradient", range=(0.0, 1.0))
     return Figure("shares", {"": Chart((*lines, even), *axes, notice)})

@@ -1,6 +1,6 @@
 "use strict";
-// Elements, numbers as text, and a plot with its axes. Colours come from classes: light, dark and print are CSS alone.
-const LETTER = 7; // pixels across, about
+// Elements, numbers as text, and a plot with its axes. Colours come from CSS classes, for light, dark and print.
+const LETTER = 7; // approximate width in pixels
 
 const byId = (id) => document.getElementById(id);
 const clamped = (value, low, high) => Math.min(high, Math.max(low, value));
@@ -33,7 +33,7 @@ function plain(value) {
 
 const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
-// About so many round numbers from low to high; decades, and digits in them, on a logarithmic axis.
+// About `about` round numbers from low to high; on a logarithmic axis, powers of ten and digits between them.
 function roundTicks(low, high, about, log = false) {
   if (log) {
     const from = Math.floor(Math.log10(low)), to = Math.ceil(Math.log10(high)), every = Math.max(1, Math.ceil((to - from) / about));
@@ -48,7 +48,7 @@ function roundTicks(low, high, about, log = false) {
   return ticks;
 }
 
-// Asking for a width makes the browser lay the page out, so it is asked once for each size of the window.
+// Reading a width forces a layout, so each width is read once and kept until the window is resized.
 const widths = new Map();
 
 function widthOf(host) {

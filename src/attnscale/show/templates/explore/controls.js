@@ -1,4 +1,4 @@
-// Controls change the settings, settings redraw the page at once, and the address follows when they come to rest.
+// Controls change the settings and redraw the page at once; the address is updated after a pause.
 
 const data = JSON.parse(byId("explore-data").textContent);
 const REST = 250; // milliseconds without a change
@@ -8,7 +8,7 @@ const PANELS = {
 };
 
 let settings, resting;
-const near = new Set(["phenomenon"]); // panels that are or were near the window: what is far is drawn later
+const near = new Set(["phenomenon"]); // panels that were near the window; the others are drawn later
 const ladders = Object.fromEntries(data.controls.map((control) => [control.name, ladder(control)]));
 const controlNamed = (name) => numbersOf(data).find((control) => control.name === name);
 
@@ -19,7 +19,7 @@ function redraw() {
   }
 }
 
-// Bring every control to what the settings say.
+// Set every control to its value in the settings.
 function showControls() {
   byId("rule").value = settings.rule;
   byId("third-on").checked = settings.third === 1;
@@ -118,7 +118,7 @@ listen();
 readAddress();
 goToPanelOf(location.hash.slice(1).split("&").map((part) => part.split("=")[0]));
 
-// For a console, and for the tests that hold these numbers to the library's.
+// For the console, and for tests that compare these numbers with the library's.
 window.attnscale = {
   data, RULES, softmax, softmaxJacobian, rowStatistics, criticalSpread, scoreVariance, runModel, bytesOf,
   expectedSoftmax: (spread, keys) => expectedSoftmax(spread, keys, data.limits),

@@ -1,9 +1,9 @@
-// How weights would move with the scores: diag(p) − ppᵀ, of the heaviest keys where there are many.
+// Derivative of the weights by the scores, diag(p) − ppᵀ; for many keys, only of the heaviest.
 
-const MAPPED = 16; // keys
-const STEEPEST = 0.25; // the most p(1 − p) can be
+const MAPPED = 16; // most keys in a map
+const STEEPEST = 0.25; // maximum of p(1 − p)
 
-// The square map of a matrix in two colours: what is positive, and what is negative; the square root lets small show.
+// Map of a square matrix: one colour for positive entries, one for negative. The square root makes small ones visible.
 function matrixMap(host, matrix, { label, largest, faded = () => false, side = 280, write = null }) {
   const size = matrix.length, cell = side / size;
   const box = (i, j) => ({ x: j * cell + 0.5, y: i * cell + 0.5, width: cell - 1, height: cell - 1, rx: Math.min(3, cell / 8) });
@@ -31,11 +31,11 @@ function drawJacobians({ columns }) {
     const trace = html("output", { id: `jacobian-${slot}`, "data-value": row.jacobian_trace }, figure(row.jacobian_trace));
     return html("div", {}, html("h3", {}, html("span", { class: `swatch ${slot}` }), `${rule}, trace `, trace), host);
   }));
-  byId("jacobian-keys").textContent = columns[0].row.keys > MAPPED ? `Of the ${MAPPED} heaviest keys.` : "";
+  byId("jacobian-keys").textContent = columns[0].row.keys > MAPPED ? `The map shows the ${MAPPED} heaviest keys.` : "";
 }
 
-// Who receives the gradient. A pull a on a row's weights reaches its scores as p ∘ (a − p·a), and its query as that
-// times scale · σ_k · √d: drawn for many queries of typical length.
+// Distribution of the gradient. A gradient a on a row's weights is p ∘ (a − p·a) on its scores, and on its query that
+// times scale · σ_k · √d. Drawn for many queries of typical length.
 
 const DRAWN_QUERIES = 160;
 const KEYS_A_QUERY = 512;
@@ -55,7 +55,7 @@ function gradientOf(column, { d, k, n, seed }) {
     const own = (drawn) => drawn.subarray(i * KEYS_A_QUERY, i * KEYS_A_QUERY + keys);
     return passedBack(softmax(own(z).map((each) => column.spread * each)), own(pulls));
   }).sort();
-  const total = onScores.reduce((sum, size) => sum + size ** 2, 0), curve = [0]; // shares of the squared norm, which adds up
+  const total = onScores.reduce((sum, size) => sum + size ** 2, 0), curve = [0]; // shares of the squared norm, which is additive
   for (const size of onScores) curve.push(curve.at(-1) + (total ? size ** 2 / total : 0));
   const median = onScores[DRAWN_QUERIES >> 1];
   return { curve, half: curve[DRAWN_QUERIES >> 1], onScores: median, onQuery: median * column.scale * k * Math.sqrt(d) };

@@ -1,7 +1,7 @@
-// The trained model that ships with the package, run in the page: attnscale.models.CausalTransformer once more.
+// The bundled trained model, run in the page: attnscale.models.CausalTransformer ported to JavaScript.
 
 const ROTARY_BASE = 10000;
-const NORM_EPSILON = 2 ** -23; // of nn.RMSNorm in float32
+const NORM_EPSILON = 2 ** -23; // default of nn.RMSNorm in float32
 
 const loadedOnce = remembered(), ranOnce = remembered(32);
 const model = () => loadedOnce("model", loadModel);
@@ -75,7 +75,7 @@ function erf(x) {
 
 const plus = (x, y) => x.map((value, i) => value + y[i]);
 
-// Logits, losses and the weights of every head, where q·k is multiplied by so many 1/√d_k.
+// Logits, loss and the weights of every head, with q·k multiplied by relative/√d_k.
 function runModel(tokens, relative = 1) {
   const { weights, layers, heads, head_dim: dim, d_model: width, vocabulary } = model(), length = tokens.length;
   const scale = relative / Math.sqrt(dim), maps = [];
@@ -111,7 +111,7 @@ function meanOfRows(heads, name) {
 
 const bytesOf = (text) => [...new TextEncoder().encode(text).slice(0, data.model.most_bytes)];
 const letterOf = (byte) => (byte === 32 ? "␣" : byte > 32 && byte < 127 ? String.fromCharCode(byte) : "·");
-const chosenHead = [0, 0];
+const selectedHead = [0, 0];
 
 function chosenScale() {
   const name = document.querySelector("[name=model-scale]:checked").value, dim = data.model.shape.head_dim, tau = 10 ** (byId("tau").value / 20);
@@ -126,7 +126,7 @@ function drawModel({ settings }) {
   byId("tau-value").textContent = figure(tau);
   if (tokens.length < 2) return;
   const run = (times) => ranOnce(`${tokens} ${times}`, () => runModel(tokens, times));
-  const kept = run(1), now = run(relative), [layer, head] = chosenHead;
+  const kept = run(1), now = run(relative), [layer, head] = selectedHead;
   const measures = {
     loss: ({ loss }) => loss, entropy: ({ maps }) => meanOfRows(maps.flat(), "entropy_ratio"), top1: ({ maps }) => meanOfRows(maps.flat(), "top1"),
   };
@@ -151,7 +151,7 @@ function drawModel({ settings }) {
   byId("map-now").replaceChildren(weightMap(now.maps[layer][head], slot, 440, tokens));
 }
 
-// Rows of weights as squares; with tokens, their letters stand along both axes.
+// Rows of weights as squares; with tokens, both axes show their letters.
 function weightMap(rows, slot, side, tokens = null) {
   const edge = tokens ? 14 : 0, size = (side - edge) / rows.length;
   const svg = element("svg", { viewBox: `0 0 ${side} ${side}`, width: side, height: side, ...(tokens ? { role: "img", "aria-label": "Weights by query and key" } : {}) });
@@ -170,14 +170,14 @@ function weightMap(rows, slot, side, tokens = null) {
   return svg;
 }
 
-// Say the weight under the pointer.
-function tellCell(event) {
+// Show the weight under the pointer as text.
+function showCell(event) {
   const svg = event.target.closest("svg"), tokens = bytesOf(settings.sentence);
   if (!svg || tokens.length < 2) return;
   const box = svg.getBoundingClientRect(), edge = 14 / 440 * box.width, size = (box.width - edge) / tokens.length;
   const [s, t] = [Math.floor((event.clientX - box.left - edge) / size), Math.floor((event.clientY - box.top) / size)];
   if (s < 0 || t >= tokens.length || s > t) return;
-  const relative = svg.parentElement.id === "map-now" ? chosenScale().relative : 1, [layer, head] = chosenHead;
+  const relative = svg.parentElement.id === "map-now" ? chosenScale().relative : 1, [layer, head] = selectedHead;
   const weight = ranOnce(`${tokens} ${relative}`, () => runModel(tokens, relative)).maps[layer][head][t][s];
   byId("map-words").textContent = `Layer ${layer}, head ${head}: query “${letterOf(tokens[t])}” (${t + 1}) gives key “${letterOf(tokens[s])}” (${s + 1}) ${percent(weight)}.`;
 }
@@ -191,9 +191,9 @@ function listenToModel() {
   byId("heads").addEventListener("click", ({ target }) => {
     const button = target.closest("button");
     if (!button) return;
-    chosenHead.splice(0, 2, ...button.dataset.head.split(" ").map(Number));
+    selectedHead.splice(0, 2, ...button.dataset.head.split(" ").map(Number));
     redraw();
     byId("heads").querySelector("[aria-pressed=true]").focus();
   });
-  for (const id of ["map-kept", "map-now"]) byId(id).addEventListener("pointermove", tellCell);
+  for (const id of ["map-kept", "map-now"]) byId(id).addEventListener("pointermove", showCell);
 }

@@ -1,10 +1,10 @@
-// Softmax and what Gaussian scores do to it: attnscale.reference and attnscale.theory, once more, for the browser.
+// Softmax and its expectations over Gaussian scores: attnscale.reference and attnscale.theory, ported to the browser.
 
 const EULER = 0.5772156649015329;
-const QUIET = 26; // e^−26 of a row no longer shows in twelve digits
+const QUIET = 26; // terms below e^−26 of a row do not change twelve digits
 // Every integrand below is analytic with decay at both ends, where a sum over equal steps converges exponentially.
 const EXACT = { score: 0.2, gaussian: 0.3, transform: 0.4, extreme: 0.33 };
-const DRAWN = { score: 0.32, gaussian: 0.5, transform: 0.6, extreme: 0.6 }; // for curves: 1e-4, in a third of the time
+const DRAWN = { score: 0.32, gaussian: 0.5, transform: 0.6, extreme: 0.6 }; // for curves: error 1e-4, in a third of the time
 
 function softmax(scores) {
   const highest = scores.reduce((a, b) => Math.max(a, b), -Infinity);
@@ -112,7 +112,7 @@ function largest(gaussian, { tau, from, last, log }, keys) {
   return sum + Math.exp(tau + (i + 1 - half) * step) / Math.expm1(step);
 }
 
-// Draws that a seed fixes, so that a view that is sent shows the same sample.
+// Seeded draws, so that a shared address shows the same sample.
 
 function uniforms(seed) {
   let state = (seed * 0x9e3779b9) >>> 0;

@@ -1,4 +1,4 @@
-// Show a number as text, and keep all of its digits beside it.
+// Show a number as text, and keep the exact value in data-value.
 function show(id, value, written = figure(value)) {
   byId(id).textContent = written;
   byId(id).dataset.value = value;
@@ -7,12 +7,12 @@ function show(id, value, written = figure(value)) {
 const whole = (value) => Math.round(value).toLocaleString("en-GB");
 const percent = (value) => (value < 0.0005 ? "under 0.1%" : value > 0.9995 && value < 1 ? "over 99.9%" : `${(100 * value).toPrecision(3)}%`);
 
-// The columns of the opening: the hill of scores, with σ against σ_c, and the weights of a row, on the same axes in each.
+// The columns at the top: the density of the scores, with σ and σ_c, and the weights of a row, on the same axes.
 
 const STATISTICS = { entropy_ratio: "entropy (% of max)", top1: "top-1 weight", jacobian_trace: "1 − Σp²" };
-const SHAPE = Array.from({ length: 81 }, (_, i) => (i - 40) / 8); // in units of the spread: −5 … 5
+const SHAPE = Array.from({ length: 81 }, (_, i) => (i - 40) / 8); // −5 … 5, in units of the spread
 const normal = (x) => Math.exp(-(x ** 2) / 2) / Math.sqrt(2 * Math.PI);
-const REACH = 24, HIGHEST = 0.42; // of the axes of every hill: they never move
+const REACH = 24, HIGHEST = 0.42; // limits of the axes of every density; fixed, so that columns are comparable
 
 function drawColumns(shown) {
   const { settings, critical, variance, columns } = shown;
@@ -68,7 +68,7 @@ function drawWeights({ slot, row, rule }, n) {
   svg.append(element("line", { class: "limit", x1: left, x2: right, y1: py(1 / n), y2: py(1 / n) }));
 }
 
-// The same statistics along d_k, from 1 to 1024, under each rule.
+// Statistics of each rule as functions of d_k, from 1 to 1024.
 
 const DIMENSIONS = Array.from({ length: 17 }, (_, i) => 2 ** (i * 0.625));
 const curvesOnce = remembered(2000);
@@ -99,7 +99,7 @@ const LENGTHS = Array.from({ length: 58 }, (_, i) => 2 ** (1 + i / 3));
 function drawCritical({ data, settings, columns }) {
   const { n } = settings, { diluted, margin } = data.limits;
   const last = data.controls.find((control) => control.name === "n").high;
-  const tallest = clamped(2 * Math.ceil(0.6 * Math.max(...columns.map(({ spread }) => spread))), 6, 16); // wider ones are on the edge
+  const tallest = clamped(2 * Math.ceil(0.6 * Math.max(...columns.map(({ spread }) => spread))), 6, 16); // wider spreads are drawn at the edge
   const { svg, px, py, left, right, bottom, top } = plot(byId("critical-plot"), {
     label: `Spreads over ${whole(n)} keys, where the critical spread is ${figure(criticalSpread(n))}`, height: 240,
     x: { domain: [2, last], log: true, ticks: [2, 16, 128, 1024, 8192, 65536, last], format: lengthName, label: "keys" },
@@ -121,7 +121,7 @@ function drawCritical({ data, settings, columns }) {
 
 const lengthName = (keys) => (keys >= 2 ** 20 ? "1M" : keys >= 1024 ? `${Math.round(keys / 1024)}k` : String(keys));
 
-// Scores typed by hand, through softmax as they are and divided by √d_k; and a query and a key.
+// Softmax of typed scores, unscaled and divided by √d_k; and the dot product of a typed query and key.
 
 function drawOwn({ settings }) {
   const { scores, unread, left } = parseScores(settings.scores), root = Math.sqrt(settings.d);

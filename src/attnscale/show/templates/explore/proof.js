@@ -1,4 +1,4 @@
-// Var[q·k] = d σ_q² σ_k², one step at a time: the formula, what it comes to here, and what a sample says.
+// Var[q·k] = d σ_q² σ_k², one step at a time: the formula, its value, and an estimate from a sample.
 
 const PROOF_DRAWS = 20000;
 const PROOF_DIM = 8;
@@ -40,15 +40,15 @@ function proofSteps(dim, q, k, sample) {
       why: "Independent factors: the mean of a product is the product of the means. So the mean of the sum is zero too.",
       value: 0, sampled: sample.mean * q * k },
     { name: "square", title: "So its variance is its mean square", formula: "Var[q·k] = E[(q·k)²] = Σᵢ Σⱼ E[qᵢkᵢ qⱼkⱼ]", lit: all,
-      why: `${dim} × ${dim} = ${many(dim * dim, "term")}; the map has the average of each over ${whole(PROOF_DRAWS)} draws. Here: their sum.`,
+      why: `${dim} × ${dim} = ${many(dim * dim, "term")}; the map shows the average of each over ${whole(PROOF_DRAWS)} draws. Below: their sum.`,
       value: variance, sampled: sample.square * unit },
     { name: "own terms", title: `On the diagonal, ${many(dim, "term")}`, formula: "i = j:   E[qᵢ²kᵢ²] = E[qᵢ²] · E[kᵢ²] = σ_q² σ_k²", lit: own,
-      why: "A product with itself: squares do not cancel. Here: one of them.",
+      why: "A product with itself: squares do not cancel. Below: one of these terms.",
       value: unit, sampled: sample.own * unit },
     { name: "mixed terms", title: dim > 1 ? `Off the diagonal, ${many(dim * dim - dim, "term")}` : "Off the diagonal, nothing", formula: "i ≠ j:   E[qᵢ] · E[kᵢ] · E[qⱼ] · E[kⱼ] = 0", lit: mixed,
-      why: dim > 1 ? "Four independent factors of mean zero. Here: the average of all of them." : "A single product has no partner. Choose more dimensions to see mixed terms.",
+      why: dim > 1 ? "Four independent factors of mean zero. Below: the average of these terms." : "A single product has no partner. Choose more dimensions to see mixed terms.",
       value: 0, sampled: sample.mixed * unit },
-    { name: "sum", title: "Only the diagonal is left", formula: `Var[q·k] = dₖ · σ_q² σ_k² = ${dim} · ${figure(unit)}`, lit: own,
+    { name: "sum", title: "Only the diagonal remains", formula: `Var[q·k] = dₖ · σ_q² σ_k² = ${dim} · ${figure(unit)}`, lit: own,
       why: `The spread is its root, √dₖ · σ_q σ_k = ${figure(Math.sqrt(variance))}: it grows with the square root of dₖ.`,
       value: variance, sampled: sample.square * unit },
     { name: "scale", title: "Divide by the spread, not by dₖ", formula: "Var[q·k / c] = Var[q·k] / c² = 1   for   c = √dₖ · σ_q σ_k", lit: own,
@@ -59,7 +59,7 @@ function proofSteps(dim, q, k, sample) {
 
 const sub = (number) => String(number).replace(/\d/g, (digit) => "₀₁₂₃₄₅₆₇₈₉"[digit]);
 
-// Averages of every term qᵢkᵢ qⱼkⱼ over draws of unit spread, and of their sums.
+// Averages of each term qᵢkᵢ qⱼkⱼ over draws of unit spread, and averages of sums of these terms.
 function sampleTerms(seed, dim) {
   const drawn = drawnOnce(`terms ${seed}`, () => normals(30000 + seed, 2 * PROOF_DIM * PROOF_DRAWS));
   const terms = Array.from({ length: dim }, () => new Array(dim).fill(0)), products = new Array(dim);

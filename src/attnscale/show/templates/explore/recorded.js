@@ -1,6 +1,6 @@
-// What was recorded: loss against κ, and two training runs, played back.
+// Recorded results: loss against κ, and two training runs that are played back.
 
-const SECONDS = 6; // to play the runs
+const SECONDS = 6; // duration of the playback
 let playing = 0;
 
 function drawKappa({ data }) {

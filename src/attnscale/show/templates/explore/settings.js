@@ -1,9 +1,9 @@
-// What the page shows is one object of settings; the address holds it, and no value from there is trusted.
+// The page shows one object of settings. The address stores it, and values from the address are validated.
 
 const TYPED = { scores: "14, 10, 12", query: "1, 0, 1, 0", key: "0, 1, 1, 1", sentence: "The value of a name is the value of the object." };
 const MANY_SCORES = 48;
 
-// The scale of each rule, by the settings: attnscale.rules once more, which the tests compare.
+// The scale of each rule, as a function of the settings. Tests compare these with attnscale.rules.
 const RULES = {
   unscaled: () => 1,
   inverse_sqrt: ({ d }) => 1 / Math.sqrt(d),
@@ -14,12 +14,12 @@ const RULES = {
   temperature: ({ temperature }) => 1 / temperature,
   calibrated: ({ d, q, k }) => 1 / (Math.sqrt(d) * q * k),
 };
-const FIXED = ["unscaled", "inverse_sqrt"]; // the first two columns; the third has a rule of the reader's choice
+const FIXED = ["unscaled", "inverse_sqrt"]; // rules of the first two columns; the reader chooses the third
 
 const numbersOf = (data) => [...data.controls, ...data.others];
 const rounded = (value, control) => (control.integer ? Math.round(value) : Number(value.toPrecision(6)));
 
-// The values a slider stops at: equal ratios, rounded to what one would type, none twice.
+// The values of a slider: equal ratios, rounded to few digits, without duplicates.
 function ladder(control) {
   const rungs = new Set([control.low, control.start, control.high]);
   const perRatio = control.integer ? 10 / Math.LN2 : 40 / Math.LN10, span = Math.log(control.high / control.low);
@@ -41,7 +41,7 @@ function toAddress(data, settings) {
   return `#${changed.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&")}`;
 }
 
-// Settings from an address, with a sentence for everything in it that could not be taken as it stood.
+// Settings from an address, with a note for each part that was ignored or changed.
 function fromAddress(data, hash) {
   const settings = startSettings(data), notes = [];
   for (const part of hash.replace(/^#/, "").split("&").filter(Boolean)) {
@@ -58,18 +58,18 @@ function fromAddress(data, hash) {
   return { settings, notes };
 }
 
-// A number as typed, brought into a control's range; with a sentence where that was needed.
+// A typed number, limited to the control's range, with a note if it was changed.
 function taken(control, text) {
   const number = text.trim() === "" ? NaN : Number(text);
   if (!Number.isFinite(number)) {
-    return { value: control.start, note: `“${short(text)}” is no number for ${control.name}; showing ${control.start}.` };
+    return { value: control.start, note: `“${short(text)}” is not a number for ${control.name}; showing ${control.start}.` };
   }
   const value = clamped(rounded(number, control), control.low, control.high);
   const near = Math.abs(value - number) <= 1e-5 * Math.abs(number);
-  return { value, note: near ? "" : `${control.name} = ${short(text)} became ${value}: it goes from ${control.low} to ${control.high}.` };
+  return { value, note: near ? "" : `${control.name} = ${short(text)} became ${value}: the range is ${control.low} to ${control.high}.` };
 }
 
-// Scores typed by hand: what could be read, and what could not.
+// Numbers in a typed list of scores, and the words that are not numbers.
 function parseScores(text) {
   const words = text.split(/[\s,;[\]()]+/).filter(Boolean), scores = [], unread = [];
   for (const word of words) {

@@ -1,4 +1,4 @@
-// Six steps, each of which asks for a prediction before it shows; and links that lead to what they are about.
+// Six steps, each of which asks for a prediction before it shows the answer, and links to panels.
 
 const PANEL_OF = { query: "vectors-panel", key: "vectors-panel", dim: "proof-panel", step: "proof-panel", scores: "own-panel", sentence: "model", q: "phenomenon", k: "phenomenon" };
 
@@ -24,7 +24,7 @@ function goTo(id) {
   target.scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
 }
 
-// Take the settings of a link, and go to the panel that shows them.
+// Apply the settings of a link, and scroll to the panel that shows them.
 function takeView(text) {
   const names = text.split("&").map((part) => part.split("=")[0]), read = fromAddress(data, text).settings;
   change(Object.fromEntries(names.map((name) => [name, read[name]])));
@@ -50,7 +50,7 @@ function listenToStory() {
   byId("steps").addEventListener("click", (event) => {
     const link = event.target.closest("a");
     if (!link) return;
-    event.preventDefault(); // the address holds the settings
+    event.preventDefault(); // a link would overwrite the settings in the address
     goTo(link.dataset.go);
   });
   for (const id of ["presets", "start-panel"]) {

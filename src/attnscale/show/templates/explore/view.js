@@ -1,6 +1,6 @@
-// From settings to everything that is shown, in the order in which one follows from the other.
+// Everything that is shown, computed from the settings.
 
-const DRAWN_KEYS = 16384; // of a row that is drawn; expectations are for all its keys
+const DRAWN_KEYS = 16384; // most keys of a drawn row; expectations use all keys
 const SHOWN_WEIGHTS = 32;
 
 const drawnOnce = remembered();
@@ -28,7 +28,7 @@ function columnOf(data, settings, slot, rule) {
 
 const spreadOf = (rule, settings) => RULES[rule](settings) * Math.sqrt(scoreVariance(settings.d, settings.q, settings.k));
 
-// One row: given a query of typical length, its scores are independent normals, so no key need be drawn in full.
+// One row. For a query of typical length the scores are independent normals, so only scores are drawn, not keys.
 function drawRow({ n, seed }, spread) {
   const keys = Math.min(n, DRAWN_KEYS), isSorted = n > SHOWN_WEIGHTS;
   const drawn = drawnOnce(`row ${seed} ${keys}`, () => {
@@ -39,7 +39,7 @@ function drawRow({ n, seed }, spread) {
   return { keys, weights, ...rowStatistics(weights) };
 }
 
-// Keeps what was made last under a few keys, so that moving one control draws nothing anew that did not change.
+// Cache of the latest `most` values, so that moving one control recomputes only the values that depend on it.
 function remembered(most = 64) {
   const kept = new Map();
   return (key, make) => {

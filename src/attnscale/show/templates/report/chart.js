@@ -1,18 +1,18 @@
 // Charts: bands, lines and points over one pair of axes.
 const FIGURES = JSON.parse(byId("figures").textContent);
-const NEAR = 30; // pixels from a pointer within which a point answers
-const PER_NAME = 16; // pixels that the name of a layer takes on an axis, at least
+const NEAR = 30; // pixels within which the pointer selects a point
+const PER_NAME = 16; // least pixels for the name of a layer on an axis
 
 const isKnown = (value) => value !== null && value !== undefined && Number.isFinite(value);
 
-// Names at 0, 1, 2, …, as many as fit into so many pixels.
+// An axis with names at 0, 1, 2, …; skips names that do not fit into `length` pixels.
 function namedAxis(names, length, each) {
   const every = Math.max(1, Math.ceil(names.length * each / length));
   const ticks = names.map((_, index) => index).filter((index) => index % every === 0);
   return { domain: [-0.5, names.length - 0.5], ticks, format: (index) => cut(names[index]) };
 }
 
-const cut = (name) => (name.length > 22 ? "…" + name.slice(-21) : name); // the end of a name tells layers apart
+const cut = (name) => (name.length > 22 ? "…" + name.slice(-21) : name); // layers differ at the end of their names
 
 function axisOf({ title, log, ticks, range }, values, length, isHeight) {
   if (ticks) return { ...namedAxis(ticks, length, 14 + LETTER * Math.max(...ticks.map((name) => cut(name).length))), label: title };
@@ -70,7 +70,7 @@ function answer(host, svg, answering, event) {
   else unpoint(host);
 }
 
-// Lines of text beside a point of a figure.
+// Show lines of text next to a point of a figure.
 function point(host, lines, x, y) {
   unpoint(host);
   const breakable = (line) => line.replace(/\.(?!\d)|(?<!\d)\./g, ".\u200b"); // names break at their dots

@@ -1,4 +1,4 @@
-// Maps: a field for each value, painted into one image, with a bar of colours beside it.
+// Maps: a field for each value, drawn as one image, with a colour bar.
 const colours = (...all) => all.map((colour) => [1, 3, 5].map((start) => parseInt(colour.slice(start, start + 2), 16)));
 const VIRIDIS = colours("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725");
 const DIVERGING = colours("#2166ac", "#67a9cf", "#d1e5f0", "#f7f7f7", "#fddbc7", "#ef8a62", "#b2182b"); // ColorBrewer's RdBu
@@ -9,7 +9,7 @@ function colourAt(palette, share) {
   return `rgb(${palette[index].map((from, part) => Math.round(from + (palette[index + 1][part] - from) * (place - index))).join(" ")})`;
 }
 
-// Where fields are few, they are as large as they are shown, with a gap of one pixel; else one pixel each.
+// A small map is drawn at its final size with a gap of one pixel between fields; a large one with one pixel per field.
 function painted(view, rows, columns, field) {
   const isFine = rows > 40 || columns > 40, gap = isFine ? 0 : 1;
   const wide = isFine ? 1 : Math.max(2, field.width / columns), high = isFine ? 1 : Math.max(2, field.height / rows);
@@ -26,7 +26,7 @@ function painted(view, rows, columns, field) {
   return canvas.toDataURL();
 }
 
-// A field in words: its row, its column, and its value with its error or its upper bound.
+// Text of a field: its row, its column, and its value with its error or upper bound.
 function reading(view, row, column) {
   const value = view.values[row][column], error = view.errors?.[row][column], bound = view.bounds?.[row][column];
   const beside = error ? ` ± ${figure(error)}` : bound != null && bound !== value ? ` to ${figure(bound)}` : "";
@@ -70,7 +70,7 @@ function drawBar(svg, view, bar, box, id) {
   }
 }
 
-// A black and white frame about a field, which shows on every colour.
+// A black and white frame around a field, visible on every colour.
 function drawFrame(host, view, row, column) {
   const field = host.querySelector(".field"), number = (name) => Number(field.getAttribute(name));
   const width = number("width") / view.values[0].length, height = number("height") / view.values.length;

@@ -8,7 +8,7 @@ function draw(name) {
   byId(`${name}-notice`).textContent = view.notice;
 }
 
-// What a pointer or the arrow keys point at, as text below the map.
+// Show the selected field of a map as text.
 function read(name, row, column) {
   cursor[name] = [row, column];
   const [layer, head, value] = reading(viewOf(name), row, column);
@@ -42,7 +42,7 @@ for (const name of Object.keys(FIGURES)) byId(name).addEventListener("keydown", 
 let resizing;
 addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(drawAll, 80); });
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => { part.open = true; }));
-// The text is there first; figures follow, the top one first.
+// Draw the figures after the browser has shown the text.
 requestAnimationFrame(() => setTimeout(() => {
   drawAll();
   document.documentElement.dataset.drawn = String(Math.round(performance.now()));
