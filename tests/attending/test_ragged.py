@@ -295,20 +295,20 @@ def test_what_does_not_fit_gets_a_sentence():
     q, k, v = ragged.nested()
     other = batch([3, 4], [3, 4]).nested()
     sentences = {
-        "no mask beside nested tensors": lambda: attention(q, k, v, torch.ones(5, 5, dtype=torch.bool)),
+        "no mask with nested tensors": lambda: attention(q, k, v, torch.ones(5, 5, dtype=torch.bool)),
         "Explicit attn_mask should not be set": lambda: attention(q, k, v, Visibility.causal(), is_causal=True),
-        "one value a key in every sequence": lambda: attention(q, k, other[2]),
+        "one value per key in every sequence": lambda: attention(q, k, other[2]),
         "2 sequences in key.*got 3|3 sequences in": lambda: attention(q, *batch([1, 2, 3], [1, 2, 3]).nested()[1:]),
         "put heads before the length": lambda: attention(q.transpose(1, 2), k, v),
-        "nested too": lambda: attention(q, k, torch.randn(5, 3)),
+        "nested like the other tensors": lambda: attention(q, k, torch.randn(5, 3)),
         "either cu_seqlens_q or document_ids": lambda: attention_varlen(*ragged.tensors),
         "begin with 0 and never": lambda: attention_varlen(*ragged.tensors, torch.tensor([0, 5, 3, 8])),
-        "end with the query's 8 tokens": lambda: attention_varlen(*ragged.tensors, torch.tensor([0, 5])),
+        "last offset to equal the query's 8 tokens": lambda: attention_varlen(*ragged.tensors, torch.tensor([0, 5])),
         "whole numbers": lambda: attention_varlen(*ragged.tensors, torch.tensor([0.0, 8.0])),
         "packed tokens": lambda: attention_varlen(q, k, v, torch.tensor([0, 8])),
-        "document of each of the 8 tokens": lambda: attention_varlen(*ragged.tensors, document_ids=torch.zeros(7)),
-        "keys to the left and right": lambda: attention_varlen(*ragged.tensors, ragged.starts[0], window_size=(-2, 0)),
-        "as many sequences of keys": lambda: attention_varlen(
+        "document_ids for each of the 8 tokens": lambda: attention_varlen(*ragged.tensors, document_ids=torch.zeros(7)),
+        "numbers of keys, −1 for all": lambda: attention_varlen(*ragged.tensors, ragged.starts[0], window_size=(-2, 0)),
+        "equally many key and query sequences": lambda: attention_varlen(
             *ragged.tensors, torch.tensor([0, 8]), torch.tensor([0, 3, 8])
         ),
         "whole number of at least 1": lambda: score_stats(q, k, rows=0),
@@ -350,7 +350,7 @@ def test_the_module_says_what_a_ragged_batch_lacks():
     jagged = torch.nested.nested_tensor_from_jagged(torch.randn(5, 12), torch.tensor([0, 2, 5]))
     with pytest.raises(InputError, match="batch_first=True"):
         MultiheadAttention(12, 3)(jagged, jagged, jagged)
-    with pytest.raises(InputError, match="no mask beside nested tensors"):
+    with pytest.raises(InputError, match="no mask with nested tensors"):
         MultiheadAttention(12, 3, batch_first=True)(jagged, jagged, jagged, attn_mask=torch.ones(3, 3).bool())
     for option in ("add_bias_kv", "add_zero_attn"):
         with pytest.raises(InputError, match="Expected no add_bias_kv and no add_zero_attn with nested tensors"):

@@ -109,5 +109,5 @@ def test_a_step_with_fused_norms_is_the_same_to_the_last_bit(backend, monkeypatc
         plain, again, watched = step(False), step(False), step(True)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(map(torch.equal, plain, again))  # else nothing could be told
+    assert all(map(torch.equal, plain, again))  # or the comparison means nothing
     assert all(map(torch.equal, plain, watched))

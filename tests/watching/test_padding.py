@@ -118,7 +118,7 @@ def ten_thousand(scores, hidden):
 @pytest.mark.parametrize("window", [LONGEST, 2])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_rows_from_which_every_key_is_hidden_are_padding_by_whatever_number(hide, window, side):
-    """Causal rows before the first token, and rows whose window lies behind the last."""
+    """Causal rows before the first token, and rows with a window after the last token."""
 
     def in_window(scores, hidden):
         shown = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().triu(1 - window)

@@ -1,4 +1,4 @@
-"""Which calls are one layer: told by the module and the line of its own code, never by who called it."""
+"""Calls are grouped into layers by module and line of its own code, never by their caller."""
 
 import copy
 

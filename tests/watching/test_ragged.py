@@ -26,7 +26,7 @@ HEADS, HEAD_DIM = 3, 4
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """CPUs have none of these kernels; attention written out stands in for them."""
+    """Replace these kernels, which CPUs lack, by hand-written attention."""
     library = torch.library.Library("aten", "IMPL")
 
     def flash(query, key, value, starts, key_starts, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options):

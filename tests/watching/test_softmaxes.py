@@ -1,4 +1,4 @@
-"""What is no softmax is not taken for one, and is told of where it mixes values; the zoo holds those that are."""
+"""Operations that only resemble a softmax are not counted, and reported if they mix values; the zoo has real ones."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Acting: what a watched model showed -> its parameters, changed so that the scores come out as they should."""
+"""Changes to a model's parameters that correct the scale of its scores."""
 
 from attnscale.acting.clip import ClipReport, clip_qk_
 from attnscale.acting.rescale import calibrate_, rescale_

@@ -1,6 +1,6 @@
-"""QK-Clip: where a head's largest score passed a threshold, its queries and keys are scaled down to meet it.
+"""QK-Clip: scale down the queries and keys of every head whose largest score exceeds a threshold.
 
-Kimi Team, Kimi K2, 2025. The gradient is not touched, so it is called after the optimiser's step.
+Kimi Team, Kimi K2, 2025. It changes weights, not gradients, so call it after the optimiser's step.
 """
 
 import logging
@@ -31,23 +31,23 @@ from attnscale.tracing.parameters import Origins
 from attnscale.watching.layer import Layer
 
 LOGGER = logging.getLogger(__name__)
-# A clipped head aims below the threshold by what rounding its parameters may add to a score.
+# A head is clipped to slightly below the threshold, because rounding its parameters may increase a score.
 ROUNDING = 1e-5
 STALE = "it was clipped since it was measured, and waits to be measured again"
 WAITS = "so much was taken from its weights that its next scores are waited for"
 NO_EFFECT = "its scores did not follow when its weights were scaled"
 UNDONE = "what a clip writes to its weights is undone by the next step"
-NUMBER = re.compile(r"-?\d[\d.e+-]*")  # in a reason that is the same as before
-MAXIMUM, BOUND, ADDED, SINK = range(4)  # what is known of the scores of a head
+NUMBER = re.compile(r"-?\d[\d.e+-]*")  # removed from reasons, to log each reason once
+MAXIMUM, BOUND, ADDED, SINK = range(4)  # rows of the numbers of each head
 
 
 @dataclass(frozen=True)
 class ClippedHead:
     """A head whose scores were multiplied by `gamma`.
 
-    `maximum` was its largest score before: "exact" over every row, or "sampled" over some (so `bound`, above which no
-    score can lie, may be higher). At or below the threshold it was clipped with a head that shares the gain of its
-    QK-norm.
+    `maximum` was its largest score before: "exact" over every row, or "sampled" over some rows, with the upper bound
+    `bound`. If `maximum` is within the threshold, the head was clipped because it shares the gain of its QK-norm with
+    a head that exceeded it.
     """
 
     layer: str
@@ -78,7 +78,7 @@ class ClipReport(Result):
         return [(head.layer, head.head, head.gamma) for head in self.heads]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON takes it."""
+        """Return the report as plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class ClipReport(Result):
 
 
 class Watched(Protocol):
-    """A model's attentions as watch() or a Monitor saw them."""
+    """Measured attentions of a model, as returned by watch() or a Monitor."""
 
     @property
     def layers(self) -> Mapping[str, Layer]:
@@ -108,26 +108,27 @@ def clip_qk_(
     frozen: Frozen = "keep",
     group: "dist.ProcessGroup | None" = None,
 ) -> ClipReport:
-    """Scale down, in place, every head whose largest score in `seen` passed the threshold: γ = threshold / maximum.
+    """Scale down, in place, every head whose largest score in `seen` exceeds the threshold: γ = threshold / maximum.
 
-    Queries and keys take √γ each: rows of weights and biases, or of a QK-norm's gain, which then stands for the
-    weight. Where heads share a key, as in GQA, MQA and the rotary part of MLA, their queries take γ and the key stays.
-    A head at or under the threshold keeps its parameters to the last bit, unless it shares the gain that makes its
-    queries with one that is over. A head seen NaN or infinite is left, as is one whose parameters could not be
-    followed; the report says so, and every clipped head is logged with its maximum before.
+    Queries and keys are multiplied by √γ each, through rows of weights and biases, or of the gain of a QK-norm. If
+    heads share a key, as in GQA, MQA and the rotary part of MLA, only their queries are multiplied, by γ. The
+    parameters of a head within the threshold do not change by a single bit, unless it shares the gain of its queries
+    with a head above it. A head is skipped if its scores are NaN or infinite, or if its parameters could not be traced.
+    The report names skipped heads, and every clipped head is logged with its previous maximum.
 
-    Parameters that require no gradient are not written, unless `frozen="write"`: a head is left where its queries need
-    one that is frozen, as under LoRA.
+    Parameters with requires_grad=False are not changed, unless `frozen="write"`: a head is skipped if its queries need
+    a frozen parameter, as under LoRA.
 
-    Where rows were sampled, the largest score seen decides; `rows=None` sees them all. What was measured clips once:
-    given again, as by a monitor between its sampled steps, it leaves the heads it clipped.
+    If rows were sampled, the largest measured score decides; `rows=None` measures all rows. A measurement clips each
+    head once: passed again, as by a monitor between its sampled steps, it skips the heads that it has clipped.
 
-    The scores of a clipped head must follow. Where they do not, call after call, its layer gets back what was taken, is
-    clipped no more, and one warning says so. Until that is known no call takes more than a factor of 1,000.
+    The scores of a clipped head must decrease accordingly. If they repeatedly do not, the weights of its layer are
+    restored, the layer is no longer clipped, and a warning is issued. Until this is verified, a head is scaled down by
+    a factor of at most 1,000 in total.
 
-    Where torch.distributed runs, call it on every rank that holds the model, also on one that saw nothing: what several
-    ranks hold stays the same on all to the last bit. FSDP2, tensor parallel and DDP are found, also from the module
-    inside a wrapper, and in meshes of several axes; other ranks with copies of the model are told by their `group`.
+    With torch.distributed, call it on every rank that has the model, even if no attention ran there: parameters shared
+    by several ranks stay equal to the last bit. FSDP2, tensor parallel and DDP are detected, also from the module
+    inside a wrapper, and in meshes with several axes. For other ranks with copies of the model, pass their `group`.
 
     >>> from attnscale import watch
     >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
@@ -158,7 +159,7 @@ def clip_layers(
     frozen: Frozen = "keep",
     check: WriteCheck | None = None,
 ) -> ClipReport:
-    """Clip what was measured of these layers; along the axes every rank takes part."""
+    """Clip the heads of these layers by their measured scores; every rank of the axes must call it."""
     state = clip_state(model)
     own = {name: _numbers(layer, state.fresh_maxima(layer)) for name, layer in layers.items()}
     if not axes and all(bool((numbers[MAXIMUM] <= threshold).all()) for numbers in own.values()):
@@ -182,7 +183,7 @@ def clip_layers(
 
 
 def heads_of(layers: Mapping[str, Layer]) -> dict[str, LayerHeads]:
-    """Return what clipping needs to know of layers."""
+    """Return the heads of each layer, with the origins of their queries, keys and values."""
     return {
         name: LayerHeads(
             layer.heads,
@@ -197,13 +198,13 @@ def heads_of(layers: Mapping[str, Layer]) -> dict[str, LayerHeads]:
 
 
 def check_threshold(threshold: float) -> None:
-    """Refuse a threshold that no score can be held to."""
+    """Raise SettingError unless the threshold is a positive, finite number."""
     if isinstance(threshold, bool) or not (isinstance(threshold, int | float) and 0 < threshold < math.inf):
         raise SettingError(f"Expected threshold as a positive, finite number, got {threshold!r}.")
 
 
 def _numbers(layer: Layer, maxima: Tensor) -> Tensor:
-    """Return the largest score, its bound, the highest bias and the highest sink, (4, heads); NaN counts as ∞."""
+    """Return the largest score, its bound, the largest bias and the largest sink, (4, heads); NaN counts as ∞."""
     added = torch.full((layer.heads,), layer.highest_bias, dtype=torch.float64)
     sinks = torch.full_like(added, -math.inf) if layer.sinks is None else layer.sinks.double().cpu().expand(layer.heads)
     numbers = torch.cat([maxima, torch.stack([added, sinks])])
@@ -211,18 +212,18 @@ def _numbers(layer: Layer, maxima: Tensor) -> Tensor:
 
 
 def _stale(layers: Mapping[str, Layer], numbers: Mapping[str, Tensor], threshold: float) -> Iterator[SkippedHead]:
-    """Yield heads that passed the threshold where they were clipped since, and that nobody measured again."""
+    """Yield heads that exceeded the threshold, but were clipped since then and not measured again."""
     for name, layer in layers.items():
         waiting = (numbers[name][MAXIMUM] == -torch.inf).nonzero().flatten().tolist()
         before = layer.stats.max.tolist() if waiting else []
         yield from (SkippedHead(name, head, STALE) for head in waiting if not before[head] <= threshold)
 
 
-AIM, SOFTCAP, LAYER = range(3, 6)  # what ranks tell of their heads
+AIM, SOFTCAP, LAYER = range(3, 6)  # rows of the numbers that ranks exchange, after those of HeadScaler
 
 
 class Clipper:
-    """Clips the heads of a model, on the device of its parameters; made by all ranks of the axes alike."""
+    """Clips the heads of a model, on the device of its parameters; every rank of the axes must create one."""
 
     def __init__(
         self,
@@ -260,12 +261,12 @@ class Clipper:
         return found
 
     def agreed(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest numbers that any rank has of each slot, (numbers, slots), and votes for observe()."""
+        """Return the maximum over ranks of the numbers of each slot, (numbers, slots), and the votes for observe()."""
         votes = None if self._check is None else self._check.votes()
         return self.scaler.slots.agreed(own.to(self._aims), self._no_votes if votes is None else votes)
 
     def clip_(self, numbers: Tensor) -> Tensor:
-        """Scale what passed the threshold; return the factor of each slot."""
+        """Scale down the heads above the threshold; return the factor of each slot."""
         factors = self._effect.limited(self.factors(numbers))
         if self._check is not None:
             self._check.before_clip(self.scaler, factors)
@@ -273,10 +274,10 @@ class Clipper:
         return factors
 
     def factors(self, numbers: Tensor) -> Tensor:
-        """Return what the scores of each slot are to be multiplied by, float64; 1 where they are left.
+        """Return the factor for the scores of each slot, float64; 1 for a head that is not clipped.
 
-        Of scores to which up to b is added, only the rest can be scaled: γ = (τ − b) / (M − b). Under a soft-cap c the
-        score before it counts: γ = artanh(τ/c) / artanh(M/c).
+        If a bias of up to b is added to the scores, only the product can be scaled: γ = (τ − b) / (M − b). With a
+        soft-cap c, the factor applies before the cap: γ = artanh(τ/c) / artanh(M/c).
         """
         largest, has_more = numbers[MAXIMUM], len(numbers) > 1
         added = numbers[ADDED].clamp(min=0.0) if has_more else 0.0
@@ -286,7 +287,6 @@ class Clipper:
         return self.scaler.by_family(torch.where(can, aim / above, 1.0), "least")
 
     def _uncapped(self, scores: Tensor) -> Tensor:
-        """Scores as they were before the soft-cap."""
         if not self._is_capped:
             return scores
         caps = self._caps.to(scores.device)
@@ -297,7 +297,7 @@ class Clipper:
         return bool(np.isfinite(self._known[SOFTCAP]).any())
 
     def observe(self, numbers: Floats, factors: Floats, votes: Sequence[float]) -> None:
-        """Check on the host that clips have an effect, and stop where they have none; by all ranks at the same step."""
+        """Check on the host that clips have an effect, else stop clipping; all ranks call it at the same step."""
         if self._check is not None:
             self._check.is_armed |= bool((factors < 1.0).any())
             self._check.is_done |= any(votes)
@@ -310,7 +310,7 @@ class Clipper:
         self._effect.observe(scores, is_over, factors)
 
     def settle(self) -> None:
-        """Judge the effect of clips that took much, once everything was observed that was done."""
+        """Check the effect of large clips, after all their steps were observed."""
         if self._effect.is_due:
             failed = self._effect.judge(self.scaler)
             if failed.any():
@@ -318,7 +318,7 @@ class Clipper:
 
     @property
     def is_due(self) -> bool:
-        """True if settle() has something to judge."""
+        """True if settle() has clips to check."""
         return self._effect.is_due
 
     def _stop(self, slots: NDArray[np.bool_], why: str) -> None:
@@ -333,7 +333,7 @@ class Clipper:
             warnings.warn(printable(f"QK-Clip stops at {which}: {why}{done}."), NotFollowedWarning, stacklevel=4)
 
     def report(self, numbers: Floats, factors: Floats, sampled: Collection[str] = ()) -> ClipReport:
-        """Return what was done with this rank's heads, from numbers that have reached the host."""
+        """Return the report for this rank's heads, from numbers on the host."""
         scaler, here = self.scaler, self.scaler.slots.own
         own, largest, bounds = factors[here], numbers[MAXIMUM, here], numbers[min(BOUND, len(numbers) - 1), here]
         clipped = []
@@ -367,7 +367,7 @@ class Clipper:
         return self.scaler.rows.why_fixed(number) if self._known[FIXED, slot] else WAITS
 
     def _log(self, report: ClipReport) -> None:
-        """Log each head that was clipped, with its maximum before, and once each layer that could not be."""
+        """Log each clipped head with its previous maximum, and once for each layer that could not be clipped."""
         if LOGGER.isEnabledFor(logging.INFO):
             for head in report.heads:
                 LOGGER.info("QK-Clip at %g: %s", report.threshold, head)

@@ -17,33 +17,33 @@ from attnscale.measure.stats import ScoreStats
 from attnscale.module_paths import without_wrappers
 from attnscale.watching.layer import Layer
 
-# Whether scores followed is judged when a head is over the threshold again after this much was taken from it.
+# The effect of clips is checked when a head exceeds the threshold again after it was scaled by this factor in total.
 JUDGED_AT = 1 / 32
-# Then scores over the threshold, with the factors counted out, may be this many times what they were before. Data and
-# alignment move them by a few times meanwhile; a clip without effect raises them by at least 1 / JUDGED_AT.
+# Scores divided by the factors applied to them may then be at most this many times their value before the clips. Data
+# and alignment change them by a small factor; clips without effect increase them by at least 1 / JUDGED_AT.
 UNEXPLAINED = 16.0
-LEAST_LEFT = 1e-3  # of the weights of a head, before that was judged
+LEAST_LEFT = 1e-3  # smallest total factor for the weights of a head before the effect is checked
 
 
 class ClipState:
-    """The clips of one model, by whichever function."""
+    """All clips of one model, by clip_qk_() and by QKClip."""
 
     def __init__(self) -> None:
-        self.log_factors: dict[Head, float] = {}  # logarithms of what scores were multiplied by
+        self.log_factors: dict[Head, float] = {}  # logarithm of the total factor of each head's scores
         self.fetch: WeakMethod[Callable[[], object]] | None = None  # waits for reports from a GPU
-        self.said: set[tuple[str, str]] = set()  # layers that were left as they are, and why
-        self.stopped: dict[str, str] = {}  # layers that are clipped no more, and why
+        self.said: set[tuple[str, str]] = set()  # skipped layers and reasons that were already logged
+        self.stopped: dict[str, str] = {}  # layers that are no longer clipped, and why
         self._effects: dict[object, EffectCheck] = {}  # by the heads that are clipped together
-        # Heads that were clipped by a measurement: what it says of them is no longer so.
+        # Heads that were clipped because of a measurement, which is then out of date for them.
         self._used: MutableMapping[ScoreStats, set[int]] = WeakIdKeyDictionary()
 
     def note(self, factors: Iterable[tuple[str, int, float]]) -> None:
-        """Note what scores of layers and heads were multiplied by."""
+        """Add the factors by which the scores of heads were multiplied."""
         for layer, head, factor in factors:
             self.log_factors[layer, head] = self.log_factors.get((layer, head), 0.0) + math.log(factor)
 
     def fresh_maxima(self, layer: Layer) -> Tensor:
-        """Return the largest score and its bound, (2, heads), over the calls since a head was last clipped, or −∞."""
+        """Return the largest score and its bound, (2, heads), measured since each head's last clip; −∞ if none."""
         measured = layer.measured or (layer.stats,)
         if not any(stats in self._used for stats in measured):
             return _maxima(layer.stats)
@@ -55,12 +55,12 @@ class ClipState:
         return found
 
     def note_used(self, layer: Layer, heads: Iterable[int]) -> None:
-        """Note heads that were clipped by what was measured of a layer."""
+        """Mark heads as clipped because of this measurement of a layer."""
         for stats in layer.measured or (layer.stats,):
             self._used.setdefault(stats, set()).update(heads)
 
     def effect_of(self, scaler: HeadScaler) -> "EffectCheck":
-        """Return the check of these heads, which goes on where they were clipped before."""
+        """Return the check of these heads; the same one at every clip."""
         which = (tuple(scaler.heads), scaler.slots.count, scaler.slots.own.start)
         if which not in self._effects:
             self._effects[which] = EffectCheck(scaler)
@@ -75,20 +75,20 @@ _STATES: WeakKeyDictionary[nn.Module, ClipState] = WeakKeyDictionary()
 
 
 def clip_state(model: nn.Module) -> ClipState:
-    """Return what is known of the clips of a model."""
+    """Return the state of the clips of a model."""
     return _STATES.setdefault(model, ClipState())
 
 
 def clip_logs(model: nn.Module) -> dict[Head, float] | None:
-    """Return logarithms of what scores were multiplied by, by layer and head, as layers are called in this model.
+    """Return the logarithm of the total factor of each head's scores, by the layer names of this model.
 
-    None where no clip was ever at work.
+    None if the model was never clipped.
     """
     found: dict[Head, float] | None = None
     for clipped, state in list(_STATES.items()):
         before, surplus = ("", None) if clipped is model else (_prefix(clipped, model), _prefix(model, clipped))
         if (before, surplus) == (None, None):
-            continue  # another model, whose reports are not waited for
+            continue  # another model: do not wait for its reports
         fetch = None if state.fetch is None else state.fetch()
         if fetch is not None:
             fetch()
@@ -100,23 +100,23 @@ def clip_logs(model: nn.Module) -> dict[Head, float] | None:
 
 
 def _prefix(inner: nn.Module, outer: nn.Module) -> str | None:
-    """Return the prefix of a model's layer names in another that holds it; None where that does not."""
+    """Return the prefix that `outer` adds to the layer names of its submodule `inner`; None if it is no submodule."""
     found = (without_wrappers(path) for path, module in outer.named_modules() if module is inner)
     path = next(found, None)
     return path if not path else f"{path}."
 
 
 class EffectCheck:
-    """Checks that the scores of clipped heads follow what is taken from their weights.
+    """Checks that the scores of clipped heads decrease as their weights are scaled down.
 
-    They do not where the weights that were scaled are not those that make the scores. A head that is over the threshold
-    again is no sign of that, training may have raised it; then its weights have grown, and that is counted out.
+    They do not if the scaled weights are not the ones that produce the scores. A head above the threshold again is not
+    a proof: training may have increased its weights. The check divides by that growth.
     """
 
     def __init__(self, scaler: HeadScaler) -> None:
         count = scaler.slots.count
-        self._factors = np.ones(count)  # product of the factors since scores were last judged
-        self._before, self._after = np.zeros(count), np.zeros(count)  # largest scores, without those factors
+        self._factors = np.ones(count)  # product of the factors since the last check
+        self._before, self._after = np.zeros(count), np.zeros(count)  # largest scores, divided by those factors
         self._sizes = scaler.log_sizes()
         self._layers = scaler.slots.known[-1]
         self._most = _most_taken(scaler)
@@ -126,18 +126,18 @@ class EffectCheck:
 
     @property
     def is_due(self) -> bool:
-        """True if some heads are to be judged."""
+        """True if the effect on some heads should be checked."""
         return bool(self._due.any())
 
     def limited(self, factors: Tensor) -> Tensor:
-        """Return factors that take no more from a head than may be taken before it is judged."""
+        """Limit the factors, so that their product since the last check is not too small."""
         room = self._room.to(factors.device)  # the model may have moved since an earlier clip
         factors = torch.maximum(factors, room)
         self._room = (room / factors).clamp(max=1.0)
         return factors
 
     def observe(self, scores: Floats, is_over: NDArray[np.bool_], factors: Floats) -> None:
-        """Note the scores of all slots, which of them are to be clipped, and the factors that they were given."""
+        """Record the scores of all slots, a mask of those above the threshold, and the factors applied to them."""
         is_early, plain = self._factors > JUDGED_AT**0.5, scores / self._factors
         for largest, counts in ((self._before, is_over & is_early), (self._after, is_over & ~is_early)):
             np.copyto(largest, np.maximum(largest, plain), where=counts)
@@ -145,14 +145,14 @@ class EffectCheck:
         self._factors = self._factors * factors
 
     def judge(self, scaler: HeadScaler) -> NDArray[np.bool_]:
-        """Return the slots whose layers are to be clipped no more; what was taken from them was given back."""
+        """Restore the weights of layers whose clips had no effect; return a mask of the slots of these layers."""
         sizes, due = scaler.log_sizes(), self._due
         grown = np.exp(sizes - self._sizes) / self._factors  # by training
-        was_over = self._before > 0  # else it was scaled with its family alone until now
+        was_over = self._before > 0  # otherwise it was only scaled together with its family
         failed = due & was_over & (self._after >= UNEXPLAINED * self._before * np.maximum(grown, 1.0))
         families, layers = scaler.families.cpu().numpy(), self._layers
         reached = failed
-        while True:  # what shares a layer or a family with them
+        while True:  # add all slots that share a layer or a family
             more = np.isin(families, families[reached]) | np.isin(layers, layers[reached])
             if (more == reached).all():
                 break
@@ -173,33 +173,33 @@ class EffectCheck:
 
 
 def _most_taken(scaler: HeadScaler) -> Tensor:
-    """Return the least factor of each slot that leaves LEAST_LEFT of all weights that make it."""
+    """Return the smallest factor of each slot that multiplies its weights by no less than LEAST_LEFT."""
     exponents = torch.from_numpy(scaler.slots.known[EXPONENT]).to(scaler.fixed.device)
     least = LEAST_LEFT ** (1.0 / exponents.clamp(min=0.5))
     return torch.zeros_like(least).scatter_reduce_(0, scaler.families, least, "amax")[scaler.families]
 
 
 class WriteCheck:
-    """Checks that what a clip wrote to parameters is still there at the next step.
+    """Checks that clipped parameters keep their new values at the next step.
 
     An optimiser with copies of the parameters, in float32 or in partitions, writes them back and undoes every clip.
     """
 
-    MOST_ELEMENTS = 512  # of a parameter
-    MOST_TRIES = 16  # steps that told nothing
-    CLEARLY = 16.0  # times nearer, in squares
+    MOST_ELEMENTS = 512  # compared elements of a parameter
+    MOST_TRIES = 16  # steps without a clear result before the check gives up
+    CLEARLY = 16.0  # required ratio of squared distances for a clear result
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._tries = model, 0
         dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
         self._rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        self.is_done, self.is_armed = False, device_of(model).type == "cpu"  # elsewhere once something was clipped
+        self.is_done, self.is_armed = False, device_of(model).type == "cpu"  # on a GPU, after the first clip
         self._sample: list[tuple[Callable[[], Tensor], Tensor, Tensor]] = []
         self._others: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
     def before_clip(self, scaler: HeadScaler, factors: Tensor) -> None:
-        """Remember some of what will be written, and some other elements, which tell how far a step goes."""
+        """Store some elements that the clip will change, and some others to estimate the size of an optimiser step."""
         if self.is_done or not self.is_armed:
             return
         self._sample = scaler.sample(factors)
@@ -209,12 +209,12 @@ class WriteCheck:
             self._others = [(each, each.reshape(-1)[: self.MOST_ELEMENTS].double()) for each in others]
 
     def forget(self) -> None:
-        """Forget what was remembered: a step went by that was not looked at."""
+        """Drop the stored elements, since a step was not checked."""
         self._sample, self._others = [], []
 
     @torch.no_grad()
     def votes(self) -> Tensor | None:
-        """Return (is undone, is there) as 0 or 1, both 0 where that is not clear; None where nothing was looked at."""
+        """Return (was undone, is kept) as 0 or 1, both 0 if unclear; None if no elements were stored."""
         if not self._sample:
             return None
         found = torch.zeros(2)

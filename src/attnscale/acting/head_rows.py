@@ -1,9 +1,8 @@
-"""Rows of parameters that make the queries and keys of each head, and the share of its factor that each row takes.
+"""Rows of parameters that produce the queries and keys of each head, and the exponent of its factor for each row.
 
-Half of a factor goes to the queries and half to the keys, each a square root, where the rows that make a head's keys
-make nothing else. Where other heads share them, as in GQA, MQA and MLA's rotary part, or values are made of them too,
-all of it goes to the queries. Heads that share what makes their queries, as the gain of a QK-norm, are one family and
-take one factor.
+Queries and keys are multiplied by the square root of the factor each, if no other head and no values use the rows that
+produce the head's keys. Otherwise, as in GQA, MQA and MLA's rotary part, the queries are multiplied by the whole
+factor. Heads that share rows for their queries, such as the gain of a QK-norm, form a family and get one factor.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,9 +28,10 @@ WHOLE = "what makes its queries is not cut as heads are, and makes those of othe
 
 @dataclass(frozen=True)
 class Touched:
-    """Rows of a parameter that were multiplied by one factor; they run along the axes `across`, counted over the rest.
+    """Rows of a parameter that were multiplied by one factor.
 
-    `factor` multiplies the values with `offset` added: a gain that is kept as 1 + weight has an offset of 1.
+    A row extends along the axes `across`; row numbers count over the other axes. `factor` multiplies value + offset: a
+    gain that is stored as weight and used as 1 + weight has an offset of 1.
     """
 
     parameter: str
@@ -46,7 +46,6 @@ class Touched:
 
 
 def _spans(rows: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of each run of neighbours."""
     start = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or rows[at] != rows[at - 1] + 1:
@@ -56,7 +55,7 @@ def _spans(rows: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SkippedHead:
-    """A head that was left as it is, and why."""
+    """A head that was not changed, and the reason."""
 
     layer: str
     head: int
@@ -68,7 +67,7 @@ class SkippedHead:
 
 @dataclass(frozen=True)
 class ScaledHead:
-    """A head whose scores were multiplied, and by what changes."""
+    """A head whose scores were multiplied, and the changes to its parameters."""
 
     layer: str
     head: int
@@ -78,7 +77,7 @@ class ScaledHead:
 
 @dataclass(frozen=True)
 class Uses:
-    """Row `row[i]` takes part in feature `feature[i]` of head `head[i]`."""
+    """Uses of rows: row `row[i]` contributes to feature `feature[i]` of head `head[i]`."""
 
     row: Indices
     head: Indices
@@ -86,7 +85,7 @@ class Uses:
 
     @staticmethod
     def joined(parts: "Sequence[Uses]") -> "Uses":
-        """Join the uses of several parts."""
+        """Concatenate the uses of several parts."""
         none = np.zeros(0, dtype=np.int64)
         names = ("row", "head", "feature")
         return Uses(*(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in names))
@@ -94,21 +93,21 @@ class Uses:
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """Heads of one family take one factor; row `i` is multiplied by that of `head[i]` to the power of `exponent[i]`."""
+    """Factors of rows: row `i` is multiplied by the factor of `head[i]` to the power of `exponent[i]`."""
 
-    families: Indices  # of every head
+    families: Indices  # family of every head; a family has one factor
     fixed: NDArray[np.bool_]  # heads that cannot be multiplied
-    head: Indices  # −1: a row that nobody multiplies
+    head: Indices  # −1 for a row that is not multiplied
     exponent: Floats
 
 
 class HeadRows:
-    """Rows of parameters and the features of heads that they make, in a watched model."""
+    """Rows of parameters and the features of heads that they produce, in a watched model."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, LayerHeads], frozen: Frozen) -> None:
         self._model, self._parameters = model, dict(model.named_parameters(remove_duplicate=False))
         self._frozen: Frozen = frozen
-        self._ways: dict[int, tuple[object, ...]] = {}  # in which each parameter is used
+        self._ways: dict[int, tuple[object, ...]] = {}  # shape, axes and offset with which each parameter is used
         self._blocks: dict[tuple[object, ...], Block] = {}
         self._rows = 0
         self.heads: list[Head] = [(name, head) for name, layer in layers.items() for head in range(layer.heads)]
@@ -132,25 +131,25 @@ class HeadRows:
         self._of_values[np.concatenate([*values, np.zeros(0, dtype=np.int64)])] = True
 
     def dtype(self, layer: str) -> torch.dtype:
-        """Return the dtype of the parameters that make a layer's queries."""
+        """Return the dtype of the parameters that produce a layer's queries."""
         return self._dtypes.get(layer, torch.float32)
 
     def blocks(self) -> Iterator[tuple[Block, int]]:
-        """Yield the parameters that make the heads, each with the number behind its last row."""
+        """Yield the parameters that produce the heads, each with the end of its row numbers."""
         yield from zip(
             self._blocks.values(), [*(block.first for block in self._blocks.values()), self._rows][1:], strict=True
         )
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return the parameter of this name."""
+        """Return the parameter with this name."""
         return self._parameters[name]
 
     def why_fixed(self, number: int) -> str:
-        """Return why a head that cannot be multiplied cannot."""
+        """Return why a fixed head cannot be multiplied."""
         return self._reasons.get(self.heads[number][0], WHOLE if self._is_whole[number] else BROKEN)
 
     def shares(self, axes: Sequence[Axis] = ()) -> Shares:
-        """Return which rows take which share of whose factor; `axes` say which parameters ranks have parts of."""
+        """Return the head and the exponent of each row; `axes` name the parameters that are cut over ranks."""
         families, whole = self._families(), self._whole_on_ranks(axes)
         self._is_whole = np.isin(families, families[self._main.head[whole[self._main.row]]])
         halved, broken = self._halved(families, whole)
@@ -159,11 +158,11 @@ class HeadRows:
         for uses, share in ((self._main, np.where(halved, 0.5, 1.0)), (self._partner, np.where(halved, 0.5, 0.0))):
             takes = share[uses.feature] > 0
             head[uses.row[takes]], exponent[uses.row[takes]] = uses.head[takes], share[uses.feature[takes]]
-        here = dist.get_rank() * 2**32 if axes else 0  # no other rank has these numbers
+        here = dist.get_rank() * 2**32 if axes else 0  # makes the numbers unique over ranks
         return Shares(families + here, broken | self._is_whole | unknown, head, exponent)
 
     def _whole_on_ranks(self, axes: Sequence[Axis]) -> NDArray[np.bool_]:
-        """Return a mask of rows of parameters that are whole on ranks with heads of their own."""
+        """Return a mask of rows whose parameter is not cut, although ranks compute different heads."""
         whole = np.zeros(self._rows, dtype=np.bool_)
         cutting = [axis.cut for axis in axes if axis.cut]
         for block, last in self.blocks():
@@ -171,18 +170,21 @@ class HeadRows:
         return whole
 
     def _follow(self, name: str, layer: LayerHeads) -> tuple[Uses, Uses, Indices]:
-        """Return uses by queries, by keys, and rows of values; the keys' first where only they can be multiplied."""
+        """Return the uses by queries, the uses by keys and the rows of values.
+
+        If only the keys can be traced, their uses are returned first, in place of the queries.
+        """
         query, key, value = (self._side(name, layer, side) for side in ("query", "key", "value"))
         if isinstance(query, UntraceableError):
             if isinstance(key, UntraceableError):
                 raise query
             query, key = key, Uses.joined([])
-        if isinstance(key, UntraceableError) or isinstance(value, UntraceableError):  # perhaps made as the keys are
+        if isinstance(key, UntraceableError) or isinstance(value, UntraceableError):  # maybe the same rows
             key = Uses.joined([])
         return query, key, Uses.joined([]).row if isinstance(value, UntraceableError) else value.row
 
     def _side(self, name: str, layer: LayerHeads, side: str) -> Uses | UntraceableError:
-        """Return the rows that make the queries, keys or values of every call, or why they are unknown."""
+        """Return the rows that produce the queries, keys or values of every call, or the error if they are unknown."""
         origins = [getattr(call, side) for call in layer.origins]
         try:
             known = [self._known(origin, side) for origin in origins]
@@ -209,7 +211,7 @@ class HeadRows:
         return sources
 
     def _uses(self, name: str, layer: LayerHeads, sources: Iterable[Source], origin: Origin) -> Uses:
-        """Numbers of rows, heads and features; a key head that stands for several query heads counts for each."""
+        """Return the uses of rows by heads; a key head shared by several query heads counts for each of them."""
         shared = max(1, layer.heads // origin.heads)
         found = []
         for source in sources:
@@ -228,14 +230,14 @@ class HeadRows:
         return self._blocks[key]
 
     def _families(self) -> Indices:
-        """One number for all heads that share a row which makes queries."""
+        """Return the family of each head; heads that share a row for their queries have the same number."""
         makes_queries = np.zeros(self._rows, dtype=bool)
         makes_queries[self._main.row] = True
         every = Uses.joined([self._main, self._partner])
         chosen = makes_queries[every.row]
         row, head = every.row[chosen], every.head[chosen]
         family = np.arange(len(self.heads))
-        while True:  # each round the least number of a row's heads reaches all of them
+        while True:  # each iteration passes the smallest number of a row's heads to all of them
             least = np.full(self._rows, len(family))
             np.minimum.at(least, row, family[head])
             now = family.copy()
@@ -245,7 +247,7 @@ class HeadRows:
             family = now
 
     def _halved(self, families: Indices, whole: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Features whose keys take half of the factor, and heads that cannot be multiplied at all."""
+        """Return masks of features whose keys are multiplied too, and of heads that cannot be multiplied at all."""
         main, partner = self._main, self._partner
         every = Uses.joined([main, partner])
         low, high = extremes(families[every.head].astype(np.float64), every.row, self._rows)
@@ -261,7 +263,7 @@ class HeadRows:
         return halved, np.isin(families, families[broken])
 
     def scaled(self, factors: Floats, by_row: Floats) -> Iterator[ScaledHead]:
-        """Yield every head that was multiplied, with the rows of each parameter that took one factor."""
+        """Yield every head that was multiplied, with the changed rows grouped by parameter and factor."""
         every = Uses.joined([self._main, self._partner])
         moved = (factors[every.head] != 1.0) & (by_row[every.row] != 1.0)
         head, row = np.divmod(np.unique(every.head[moved] * self._rows + every.row[moved]), self._rows)
@@ -285,7 +287,7 @@ class HeadRows:
 
 
 def extremes(values: Floats, at: Indices, size: int) -> tuple[Floats, Floats]:
-    """Return the lowest and the highest of the values at each of `size` places; ∞ and −∞ where there is none."""
+    """Return the smallest and largest value at each of `size` indices; ∞ and −∞ for an index without values."""
     low, high = np.full(size, np.inf), np.full(size, -np.inf)
     np.minimum.at(low, at, values)
     np.maximum.at(high, at, values)

@@ -1,4 +1,4 @@
-"""Parameters: which part of one this rank holds, and whether it may be written."""
+"""Parameters that are scaled: the local part of a sharded one, and checks that it may be changed."""
 
 from typing import Literal, get_args
 
@@ -12,17 +12,17 @@ from attnscale.errors import InputError, SettingError
 from attnscale.torch_internals import local_part, shard_offset
 
 Frozen = Literal["keep", "write"]
-PARAMETRIZED = ("parametrizations.", "_orig")  # in the name, and behind it: of torch's older functions
+PARAMETRIZED = ("parametrizations.", "_orig")  # part of the name, and the suffix used by torch's older functions
 
 
 def check_frozen(frozen: str) -> None:
-    """Refuse a setting that is none."""
+    """Raise SettingError unless `frozen` is 'keep' or 'write'."""
     if frozen not in get_args(Frozen):
         raise SettingError(f"Expected frozen as 'keep' or 'write', got {frozen!r}.")
 
 
 def refuse_foreign_parameters(model: nn.Module) -> None:
-    """Refuse a model whose parameters are kept elsewhere, so that a change of them is lost or hits other weights."""
+    """Refuse FSDP1 and DeepSpeed, which store parameters elsewhere: changes would be lost or affect other weights."""
     for module in model.modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise SettingError(
@@ -40,7 +40,7 @@ def refuse_foreign_parameters(model: nn.Module) -> None:
 
 
 def refuse_copies(model: nn.Module, optimizer: object) -> None:
-    """Refuse an optimiser that holds none of the model's parameters: it holds copies, which undo what is written."""
+    """Refuse an optimiser without any of the model's parameters: it updates copies and would undo all changes."""
     groups = getattr(optimizer, "param_groups", None)
     if not isinstance(optimizer, Optimizer) and not isinstance(groups, list):
         return
@@ -53,7 +53,7 @@ def refuse_copies(model: nn.Module, optimizer: object) -> None:
 
 
 def inner_optimizer(optimizer: object) -> Optimizer:
-    """Return the optimiser inside wrappers that pass steps on to it, as accelerate's does, and take no hooks."""
+    """Return the optimiser inside wrappers without hooks, such as accelerate's."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):
         return inner_optimizer(inner)
@@ -65,7 +65,7 @@ def inner_optimizer(optimizer: object) -> Optimizer:
 
 
 def why_not_written(name: str, parameter: Tensor, frozen: Frozen) -> str | None:
-    """Return why a parameter is not written; None where it is."""
+    """Return why a parameter must not be changed; None if it may be."""
     if not parameter.is_floating_point():
         return f"{name} is quantised, {parameter.dtype}"
     if not parameter.numel():
@@ -80,9 +80,10 @@ def why_not_written(name: str, parameter: Tensor, frozen: Frozen) -> str | None:
 def held_rows(
     parameter: Tensor, shape: tuple[int, ...], across: tuple[int, ...]
 ) -> tuple[Tensor, NDArray[np.int64]] | None:
-    """Return what this rank holds of a parameter that was watched with this shape, and the number of each row in that.
+    """Return the local part of a parameter that was watched with this shape, and the number of each of its rows.
 
-    −1 for rows of another part; the numbers have the shape of what is held, and 1 for the axes that rows run along.
+    The number is −1 for rows outside the watched part. The numbers have the shape of the local part, with size 1 along
+    the axes `across`.
     """
     found = held_as(parameter, shape)
     if found is None:
@@ -99,7 +100,7 @@ def held_rows(
 
 
 def _local(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the part of a parameter that this rank holds, and where in the whole it begins."""
+    """Return the local part of a parameter, and its offset in the whole parameter."""
     if not is_sharded(parameter):
         return parameter.detach(), (0,) * parameter.dim()
     found = shard_offset(parameter.shape, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
@@ -110,10 +111,10 @@ def _local(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def held_as(parameter: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]] | None:
-    """Return the parameter or this rank's part of it, whichever was watched with this shape, and where that begins.
+    """Return the parameter or its local part, depending on which has the watched shape, and the offset of that shape.
 
-    Where heads are shared out and each part is sharded again (FSDP2 and tensor parallel), the last axis of the mesh
-    cuts heads, as torch lays them out.
+    If heads are distributed and each part is sharded again (FSDP2 with tensor parallel), the last axis of torch's mesh
+    distributes heads.
     """
     nowhere = (0,) * len(shape)
     if parameter is None or tuple(parameter.shape) == shape:
@@ -134,5 +135,5 @@ def held_as(parameter: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, t
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Return True if a parameter is spread over ranks, as FSDP2's are."""
+    """Return True if a parameter is a DTensor, as with FSDP2."""
     return hasattr(parameter, "device_mesh") and hasattr(parameter, "placements")

@@ -1,8 +1,8 @@
-"""Ranks that hold the same parameters, or parts of them, and what they agree on before any is changed.
+"""Ranks with copies or shards of the same parameters, and the numbers that they exchange before they change any.
 
-An axis is a group of ranks: along one that copies a model, or shards it as FSDP2 does, every rank computes the same
-heads on data of its own; along one that shares out heads (tensor parallel) some parameters are cut, and all others,
-a QK-norm's gain or a key that is left whole, are the same on every rank though no placement says so.
+An axis is a group of ranks. With data parallelism or FSDP2, all ranks of an axis compute the same heads on different
+data. With tensor parallelism, they compute different heads: some parameters are cut, and all others, such as the gain
+of a QK-norm or an uncut key, are equal on every rank, although no placement says so.
 """
 
 import gc
@@ -30,24 +30,24 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """A group of ranks, and the parameters of which each computes with a part of its own."""
+    """A group of ranks, and the names of the parameters that are cut over them."""
 
     group: "dist.ProcessGroup"
     cut: frozenset[str] = frozenset()
 
     def gathered(self, own: Any) -> list[Any]:
-        """Gather an object from every rank, in their order."""
+        """Gather an object from every rank, in rank order."""
         found = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(found, own, group=self.group)
         return found
 
     def all_same(self, own: bytes) -> bool:
-        """Return True if every rank gives the same."""
+        """Return True if every rank passes the same bytes."""
         return len(set(self.gathered(hashlib.blake2b(own, digest_size=16).digest()))) == 1
 
 
 def axes_of(model: nn.Module, group: "dist.ProcessGroup | None") -> list[Axis]:
-    """Return the axes of a model, and the group that was given, in one order on all ranks."""
+    """Return the axes of a model, including `group`, in the same order on all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     copied = [each for each in (group, data_parallel_group(model)) if each is not None]
@@ -63,9 +63,9 @@ def axes_of(model: nn.Module, group: "dist.ProcessGroup | None") -> list[Axis]:
 
 
 def head_axes(axes: Sequence[Axis], layers: "Mapping[str, LayerHeads]") -> list[Axis]:
-    """Return the axes with no other parameters than those that make heads; one that cuts none of these copies them.
+    """Return the axes with only those cut parameters that produce heads; an axis with none left copies the heads.
 
-    So do ranks that share out the experts of a model, or its other layers, and have each head whole.
+    This is so for ranks that distribute only experts or other layers.
     """
     sides = [side for layer in layers.values() for call in layer.origins for side in (call.query, call.key, call.value)]
     names = set().union(*map(_parameters_of, sides))
@@ -77,12 +77,12 @@ def head_axes(axes: Sequence[Axis], layers: "Mapping[str, LayerHeads]") -> list[
 def _parameters_of(side: Origin | None) -> set[str]:
     try:
         return set() if side is None else {source.parameter for source in side.sources()}
-    except UntraceableError:  # its heads are left as they are, with this reason
+    except UntraceableError:  # its heads will be skipped for this reason
         return set()
 
 
 def data_parallel_group(model: nn.Module) -> "dist.ProcessGroup | None":
-    """Return the group of the DDP that a model is, has inside, or is inside of, of which a module does not know."""
+    """Return the process group of a DDP module that is, contains or wraps the model."""
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     first = next(model.parameters(), None)
     if not wrappers and first is not None and dist.get_world_size() > 1:
@@ -108,7 +108,7 @@ def _ranks(group: "dist.ProcessGroup") -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The heads of a layer, and which parameters make their queries and keys; can be told to other ranks."""
+    """The heads of a layer, and the origins of their queries, keys and values; can be pickled for other ranks."""
 
     heads: int
     softcap: float | None
@@ -116,7 +116,7 @@ class LayerHeads:
 
 
 def agreed_layers(axes: Sequence[Axis], own: Mapping[str, LayerHeads]) -> dict[str, LayerHeads]:
-    """Return the layers that any rank saw, over the axes along which all compute the same heads."""
+    """Return the union of the layers of all ranks, over the axes along which all compute the same heads."""
     layers = dict(own)
     for axis in (each for each in axes if not each.cut):
         if not axis.all_same(pickle.dumps([(name, layer.heads) for name, layer in layers.items()])):
@@ -128,15 +128,15 @@ def agreed_layers(axes: Sequence[Axis], own: Mapping[str, LayerHeads]) -> dict[s
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """All heads, those of ranks that share them out one after the other; `own` are those that this rank computes."""
+    """Slots for the heads of all ranks, concatenated over the ranks that compute different heads."""
 
     axes: Sequence[Axis]
-    own: slice
-    known: Floats  # (numbers, slots): what ranks told of their heads
+    own: slice  # slots of this rank's heads
+    known: Floats  # (numbers, slots), gathered from all ranks
 
     @classmethod
     def of(cls, axes: Sequence[Axis], known: Floats) -> "Slots":
-        """Have every rank of the axes tell what it knows of its own heads, (numbers, heads)."""
+        """Gather the numbers of every rank's own heads, (numbers, heads)."""
         place = tuple(dist.get_rank(axis.group) for axis in axes if axis.cut)
         told = {place: known}
         for axis in (axis for axis in axes if axis.cut):
@@ -147,19 +147,19 @@ class Slots:
 
     @property
     def count(self) -> int:
-        """Number of all heads."""
+        """Number of heads on all ranks."""
         return int(self.known.shape[1])
 
     @cached_property
     def _groups(self) -> "list[dist.ProcessGroup | None]":
-        """The groups over which numbers are reduced; one where the axes span all ranks."""
+        """Groups over which numbers are reduced; the default group if the axes span all ranks."""
         sizes = [dist.get_world_size(axis.group) for axis in self.axes]
         if len(sizes) > 1 and prod(sizes) == dist.get_world_size():
             return [None]
         return [axis.group for axis in self.axes]
 
     def agreed(self, own: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest numbers that any rank has of each slot, from (numbers, own heads), and of the votes."""
+        """Return the maximum over ranks of `own`, (numbers, own heads), for each slot, and of the votes."""
         if not self.axes:
             return own, votes
         every = own.new_full((len(own), self.count), -torch.inf)
@@ -178,7 +178,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Block:
-    """A parameter, as this rank computes with it, whose rows are known by numbers from `first` on."""
+    """A parameter as this rank computes with it; `first` is the number of its first row."""
 
     name: str
     shape: tuple[int, ...]

@@ -23,15 +23,15 @@ from attnscale.watching import watch
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 
-UNIT_SPREAD = 1e-3  # how near to one a calibrated spread comes
-MOST_PASSES = 12  # a layer's scores move those of the layers after it, less each time
+UNIT_SPREAD = 1e-3  # tolerance of a calibrated spread
+MOST_PASSES = 12  # rescaling one layer changes the scores of later layers, less in each pass
 
 
 @dataclass(frozen=True)
 class RescaledHead:
     """A head whose scores were multiplied by `factor`, through rows of parameters.
 
-    `before` and `after` are the scale applied to queries and keys as they were, or, calibrated, the spread of scores.
+    `before` and `after` are the effective scale for rescale_(), and the spread of the scores for calibrate_().
     """
 
     layer: str
@@ -54,7 +54,7 @@ class RescaleReport:
     left: tuple[SkippedHead, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON takes it."""
+        """Return the report as plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -67,13 +67,13 @@ class RescaleReport:
 def rescale_(model: nn.Module, rule: Scale, batch: Any = None, *, frozen: Frozen = "keep") -> RescaleReport:
     """Make every attention of the model apply the scale of a rule: `inverse_sqrt`, `constant(0.1)`, 0.1, `"unscaled"`.
 
-    The ratio is folded into what makes queries and keys. The code still multiplies by what it did, and the weights do
-    the rest: to fold again is to multiply again. The rule must be one number for a head dimension: a learned rule, or
-    one that looks at tensors, cannot be folded.
+    The code of the model keeps its own multiplier; the ratio to the wanted scale is folded into the weights that
+    produce queries and keys, so a second call multiplies the weights again. The rule must give one number per head
+    dimension: a learned rule, or one that depends on the tensors, cannot be folded.
 
-    `batch` is what the model is called on to see what it applies now: keyword arguments as a dict, several arguments
-    as a tuple; None suffices for Hugging Face's models and for nn.MultiheadAttention. Parameters that require no
-    gradient are not written, unless `frozen="write"`.
+    The model is called on `batch` to measure its present scale: pass keyword arguments as a dict, several arguments as
+    a tuple, or None for Hugging Face's models and nn.MultiheadAttention. Parameters with requires_grad=False are not
+    changed, unless `frozen="write"`.
 
     >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
     >>> report = rescale_(layer, "unscaled")
@@ -96,11 +96,12 @@ def rescale_(model: nn.Module, rule: Scale, batch: Any = None, *, frozen: Frozen
 
 
 def calibrate_(model: nn.Module, batch: Any, *, frozen: Frozen = "keep") -> RescaleReport:
-    """Fold into each head what gives its scores on this batch a standard deviation of one.
+    """Scale the weights of each head so that its scores on this batch have a standard deviation of one.
 
-    For a model at initialisation: dividing by √d_k gives unit spread only where queries and keys have unit variance.
-    The model runs without dropout, a few times, since the scores of a layer move those after it. `batch` and `frozen`
-    as in rescale_(). Heads that share what makes their queries, as the gain of a QK-norm, have unit spread in the mean.
+    Use it at initialisation: dividing by √d_k gives unit spread only if queries and keys have unit variance. The model
+    runs several times without dropout, since rescaling one layer changes the scores of later layers. `batch` and
+    `frozen` as in rescale_(). Heads that share weights for their queries, such as the gain of a QK-norm, get unit
+    spread on average.
 
     >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
     >>> x = torch.randn(4, 50, 64)
@@ -139,7 +140,7 @@ def calibrate_(model: nn.Module, batch: Any, *, frozen: Frozen = "keep") -> Resc
 def _multiply(
     model: nn.Module, layers: Mapping[str, Layer], wanted: Mapping[Head, float], frozen: Frozen
 ) -> tuple[list[ScaledHead], list[SkippedHead]]:
-    """Multiply the scores of these heads; heads of one family take the geometric mean of their factors."""
+    """Multiply the scores of these heads; heads of one family get the geometric mean of their factors."""
     scaler = HeadScaler(model, heads_of(layers), frozen=frozen)
     logs = torch.tensor([math.log(wanted.get(head, 1.0)) for head in scaler.heads], dtype=torch.float64)
     factors = scaler.by_family(logs.to(scaler.fixed.device).exp(), "geometric mean")
@@ -161,7 +162,7 @@ def _watched(model: nn.Module, batch: Any, rows: int | None = 64) -> Seen:
 
 
 def _example(model: nn.Module) -> Any:
-    """Return something to call a model on, where it says what it takes."""
+    """Return example inputs for a model that defines them; raise InputError otherwise."""
     if isinstance(model, nn.MultiheadAttention):
         weight = next(model.parameters())
         sizes = (model.embed_dim, model.kdim or model.embed_dim, model.vdim or model.embed_dim)
@@ -177,7 +178,7 @@ def _example(model: nn.Module) -> Any:
 
 
 def _constant(rule: Scale, head_dim: int) -> float:
-    """Return the number that a rule multiplies q·k by."""
+    """Return the scale of a rule for this head dimension; refuse a rule without a constant scale."""
     if isinstance(rule, Tensor | nn.Module | type):
         raise SettingError(f"Expected a rule that is one number, got {type(rule).__name__}, which learns or varies.")
     chosen = get_rule(rule) if isinstance(rule, str) else rule
@@ -194,7 +195,7 @@ def _constant(rule: Scale, head_dim: int) -> float:
 
 
 def _ratios(seen: Seen, wanted: Callable[[Layer], Tensor], found: Callable[[Layer], Tensor]) -> dict[Head, float]:
-    """Factor of each head to rescale; heads that are right or unknown are left out."""
+    """Return the factor of each head to rescale, without heads that are correct or have no measured value."""
     ratios = {}
     for name, layer in seen.layers.items():
         for head, ratio in enumerate((wanted(layer).double() / found(layer).double().cpu()).tolist()):
@@ -204,7 +205,7 @@ def _ratios(seen: Seen, wanted: Callable[[Layer], Tensor], found: Callable[[Laye
 
 
 def _note_folded(model: nn.Module, layers: Mapping[str, Layer], factors: Mapping[Head, float]) -> None:
-    """Leave word of what was folded, for an audit: once a module, as the mean over its heads."""
+    """Record the folded factor on each module, as the mean over its heads, so that an audit can find it."""
     by_module: dict[int, tuple[nn.Module, list[float]]] = {}
     modules = modules_by_path(model)
     for (name, _), factor in factors.items():
@@ -215,7 +216,7 @@ def _note_folded(model: nn.Module, layers: Mapping[str, Layer], factors: Mapping
 
 
 def _compounded(first: tuple[Touched, ...], second: tuple[Touched, ...]) -> tuple[Touched, ...]:
-    """Join changes of the same rows, one after the other, into one."""
+    """Combine successive changes of the same rows into one."""
     changes = {(each.parameter, each.rows): each for each in first}
     for each in second:
         earlier = changes.get((each.parameter, each.rows))
@@ -226,7 +227,7 @@ def _compounded(first: tuple[Touched, ...], second: tuple[Touched, ...]) -> tupl
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and each module back into its own afterwards."""
+    """Put a model into evaluation mode, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

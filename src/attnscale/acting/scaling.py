@@ -1,7 +1,7 @@
-"""Scores of single heads multiplied through the parameters that make their queries and keys, on their own device.
+"""Multiplication of the scores of single heads, through the parameters that produce their queries and keys.
 
-Which rows of which parameters take which share of whose factor is worked out once. After that, to multiply all heads of
-a model is a handful of operations on one number a head, and one product a parameter; a factor of one changes no bit.
+The head and exponent of each row are computed once. Multiplying all heads of a model then takes a few operations on one
+number per head, and one product per parameter, on its device. A factor of one changes no bit.
 """
 
 import math
@@ -20,33 +20,33 @@ from attnscale.acting.parameters import Frozen, held_rows
 from attnscale.acting.replicas import Axis, Floats, LayerHeads, Slots, device_of
 from attnscale.torch_internals import local_part, multiply_each_
 
-FAMILY, FIXED, EXPONENT = range(3)  # what ranks tell each other of their heads, before what the caller adds
-MOST_UNTOUCHED = 8  # parameters
-MOST_SAMPLED = 32  # rows of a parameter, and elements of a row
+FAMILY, FIXED, EXPONENT = range(3)  # rows of the numbers that ranks exchange, before those of the caller
+MOST_UNTOUCHED = 8  # number of parameters that untouched() returns
+MOST_SAMPLED = 32  # rows per parameter, and elements per row, that sample() returns
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The part of a parameter that this rank holds; each row is multiplied by the factor at its place among all."""
+    """Rows of the local part of a parameter."""
 
     owner: nn.Module
-    name: str  # by which its owner has it
+    name: str  # attribute name in its owner
     parameter: Tensor
-    kind: tuple[object, ...]  # of what is held
-    shape: tuple[int, ...]  # of its factors
+    kind: tuple[object, ...]  # shape, dtype and device of the local part
+    shape: tuple[int, ...]  # shape of its factors
     offset: float
 
     @property
     def held(self) -> Tensor:
-        """The values as they lie now: some loops give a parameter other data at every step."""
+        """Current local values; some training loops replace the data of a parameter at every step."""
         local = local_part(self.parameter)
         return (self.parameter if local is None else local).detach()
 
     @property
     def is_current(self) -> bool:
-        """True if it is its owner's and such as it was: not so once it was replaced, moved or converted.
+        """True unless the parameter was replaced, moved or converted.
 
-        Of a parameter in shards an owner has another at times, put together.
+        The owner of a sharded parameter may have an unsharded one at times, so only local parts are compared then.
         """
         local = local_part(self.parameter)
         if local is None and self.owner._parameters.get(self.name) is not self.parameter:
@@ -59,22 +59,22 @@ class _Rows:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Dtype of the factors, so that a product is rounded once."""
+        """Dtype of the factors: at least float32, so that a product is rounded once."""
         return torch.promote_types(self.parameter.dtype, torch.float32)
 
     def multiply_(self, held: Tensor, factors: Tensor) -> None:
-        """Multiply in place what is held, with which `offset` counts."""
+        """Multiply value + offset of the local part in place."""
         changed = (held.to(factors.dtype) + self.offset) * factors - self.offset
         held.copy_(torch.where(factors == 1.0, held, changed.to(held.dtype)))
 
     def lengths(self) -> Tensor:
-        """Return the length of each row, float64."""
+        """Return the norm of each row, float64."""
         held = self.held.double() + self.offset
         along = [axis for axis, size in enumerate(self.shape) if size != held.shape[axis]]
         return (torch.linalg.vector_norm(held, dim=along) if along else held.abs()).reshape(-1)
 
     def elements(self, at: Tensor) -> Tensor:
-        """Return some elements of these rows, float64."""
+        """Return the first elements of these rows, float64."""
         held = self.held
         kept = [axis for axis, size in enumerate(self.shape) if size == held.shape[axis]]
         along = [axis for axis in range(held.dim()) if axis not in kept]
@@ -90,7 +90,7 @@ def _kind(held: Tensor) -> tuple[object, ...]:
 
 
 class HeadScaler:
-    """Multiplies what makes the queries and keys of heads; made once, by all ranks of the axes."""
+    """Multiplies the parameters that produce queries and keys; every rank of the axes must create one."""
 
     def __init__(
         self,
@@ -100,11 +100,11 @@ class HeadScaler:
         frozen: Frozen = "keep",
         known: Callable[[HeadRows], list[list[float]]] = lambda rows: [],
     ) -> None:
-        """`known` tells numbers of each head that all ranks are to know."""
+        """Exchange the slots of heads with all ranks; `known` returns further numbers of each head to exchange."""
         self._model, self.rows = model, HeadRows(model, layers, frozen)
         self._shares, device = self.rows.shares(axes), device_of(model)
         exponents = np.zeros(len(self.heads) + 1)
-        np.maximum.at(exponents, self._shares.head, self._shares.exponent)  # a row of nobody goes to the last
+        np.maximum.at(exponents, self._shares.head, self._shares.exponent)  # rows without a head use the last entry
         own = [self._shares.families, self._shares.fixed, exponents[:-1], *known(self.rows)]
         self.slots = Slots.of(axes, np.array(own, dtype=np.float64).reshape(len(own), len(self.heads)))
         _, families = np.unique(self.slots.known[FAMILY], return_inverse=True)
@@ -115,11 +115,11 @@ class HeadScaler:
 
     @property
     def heads(self) -> list[Head]:
-        """This rank's heads, in the order in which factors are given."""
+        """Heads of this rank, in the order of their factors."""
         return self.rows.heads
 
     def _place(self, device: torch.device) -> None:
-        """Find slot and exponent of each local row; rows of no head take the last slot, whose factor is 1."""
+        """Find slot and exponent of each local row; rows without a head use the last slot, which has the factor 1."""
         shares, every, exponents = self._shares, [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
         slots = np.where(shares.head < 0, -1, shares.head + self.slots.own.start)
         for block, last in self.rows.blocks():
@@ -140,11 +140,11 @@ class HeadScaler:
 
     @property
     def is_current(self) -> bool:
-        """True if all parameters lie where they lay."""
+        """True unless a parameter was replaced, moved or converted."""
         return all(rows.is_current for rows in self._held)
 
     def by_family(self, wanted: Tensor, merge: Literal["least", "geometric mean"]) -> Tensor:
-        """Give each family one of the factors wanted, or their mean, and 1 to heads that cannot be multiplied."""
+        """Return one factor for each family, the least or the mean of those wanted; 1 for heads that are fixed."""
         if merge == "least":
             merged = torch.ones_like(wanted).scatter_reduce_(0, self.families, wanted, "amin")
         else:
@@ -154,7 +154,7 @@ class HeadScaler:
 
     @torch.no_grad()
     def multiply_(self, factors: Tensor) -> None:
-        """Multiply every parameter that this rank holds of what makes the heads."""
+        """Multiply the local part of every parameter that produces the heads."""
         by_row = torch.cat([factors, factors.new_ones(1)])[self._slot_of_row] ** self._exponent_of_row
         sizes = [rows.size for rows in self._held]
         parts = {dtype: by_row.to(dtype).split(sizes) for dtype in {rows.dtype for rows in self._held}}
@@ -168,14 +168,14 @@ class HeadScaler:
         multiply_each_([held for held, _ in plain], [own for _, own in plain])
 
     def scaled(self, factors: Floats) -> list[ScaledHead]:
-        """Return this rank's heads that these factors, one for each of its heads, multiplied."""
+        """Return the heads of this rank that were multiplied by these factors, one per head."""
         shares = self._shares
         by_row = np.where(shares.head < 0, 1.0, factors[shares.head] ** shares.exponent) if len(factors) else np.ones(0)
         return list(self.rows.scaled(factors, by_row))
 
     @torch.no_grad()
     def log_sizes(self) -> Floats:
-        """Return the logarithm of each slot's scores, as far as the lengths of the rows that make it tell."""
+        """Return the logarithm of the size of each slot's scores, estimated from the norms of its rows."""
         found = self._exponent_of_row.new_zeros(2, self.slots.count + 1)
         if self._held:
             lengths = torch.cat([rows.lengths() for rows in self._held]).to(found.device)
@@ -190,7 +190,7 @@ class HeadScaler:
 
     @torch.no_grad()
     def sample(self, factors: Tensor) -> list[tuple[Callable[[], Tensor], Tensor, Tensor]]:
-        """Return elements of rows that these factors change: a way to read them, their values, and their factors."""
+        """Return elements of rows that these factors change: a function to read them, their values, their factors."""
         by_row = torch.cat([factors, factors.new_ones(1)])[self._slot_of_row] ** self._exponent_of_row
         found: list[tuple[Callable[[], Tensor], Tensor, Tensor]] = []
         for rows, own in zip(self._held, by_row.split([rows.size for rows in self._held]), strict=True):
@@ -201,7 +201,7 @@ class HeadScaler:
         return found
 
     def untouched(self, model: nn.Module) -> list[Tensor]:
-        """Return a few trainable parameters that no head is scaled by."""
+        """Return a few trainable parameters that do not produce heads."""
         own = {id(rows.parameter) for rows in self._held}
         others = (each for each in model.parameters() if each.requires_grad and id(each) not in own)
         found = (each if (local := local_part(each)) is None else local for each in others)

@@ -1,1 +1,1 @@
-"""Attention whose scale is known, run by torch's fused kernels, FlexAttention, or in blocks of rows."""
+"""Attention with a numeric scale, run by torch's fused kernels, by FlexAttention, or in blocks of rows."""

@@ -1,4 +1,4 @@
-"""One attention in the shape that kernels take: four dimensions, one batch, the scale a float."""
+"""One attention in the form that kernels expect: four-dimensional tensors and a scale that is a float."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from torch import Tensor
 from attnscale.shapes import broadcast
 from attnscale.visibility import Visibility
 
-ALMOST_ZERO = 1e-30  # what it makes of any score is nothing
+ALMOST_ZERO = 1e-30  # replaces a scale of zero: every score rounds to the same weight
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Call:
     query: Tensor
     key: Tensor
     value: Tensor
-    visibility: Visibility  # its mask (batch or 1, heads or 1, q_len or 1, kv_len)
+    visibility: Visibility  # with a mask of shape (batch or 1, heads or 1, q_len or 1, kv_len)
     dropout_p: float
     scale: float
     softcap: float | None
-    sinks: Tensor | None = None  # (heads,): a logit of each head that joins the denominator of its rows
+    sinks: Tensor | None = None  # (heads,), one logit per head that joins the denominator of each row
 
     @property
     def group(self) -> int:
@@ -33,8 +33,8 @@ class Call:
 
     @property
     def grouped(self) -> bool:
-        """True if query heads share key heads, as a plain boolean: torch's kernels refuse a symbolic one."""
-        if self.group > 1:  # noqa: SIM103  # the branch is what makes it plain
+        """True if query heads share key heads; a plain boolean, since torch's kernels refuse a symbolic one."""
+        if self.group > 1:  # noqa: SIM103  # the branch turns a symbolic boolean into a plain one
             return True
         return False
 
@@ -46,9 +46,10 @@ class Call:
 
 
 def above_zero(query: Tensor, scale: float, visibility: Visibility) -> tuple[Tensor, float]:
-    """Return a query and a scale above zero with the same scores, where keys are hidden by their position.
+    """Return query and scale with the same scores; the scale is positive if keys are hidden by position.
 
-    Torch's fused kernels hide those before they scale: −∞ times zero is NaN, and below zero the hidden are highest.
+    Torch's fused kernels set such scores to −∞ before they scale: a scale of zero gives NaN, and a negative scale turns
+    them into +∞.
     """
     if scale > 0.0 or (visibility.last is None and visibility.first is None):
         return query, scale
@@ -58,7 +59,7 @@ def above_zero(query: Tensor, scale: float, visibility: Visibility) -> tuple[Ten
 def fold(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Visibility]:
-    """Fold any leading dimensions into one batch: given fewer or more, torch's kernels fall back to the full matrix."""
+    """Fold all leading dimensions into one batch; torch's kernels are fused for four dimensions only."""
     if visibility.is_plain and _are_folded(query, key, value, enable_gqa):
         return query, key, value, visibility
     query, key, value = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (query, key, value))
@@ -66,7 +67,7 @@ def fold(
     heads = [query.shape[-3], key.shape[-3], value.shape[-3]]
     if not enable_gqa:
         heads = list(broadcast(query.shape[-3:-2], key.shape[-3:-2], value.shape[-3:-2])) * 3
-    elif heads[1] != heads[2]:  # no kernel takes groups of two sizes: give every query head its own key and value
+    elif heads[1] != heads[2]:  # no kernel supports groups of two sizes: repeat keys and values for every query head
         key, value = key.repeat_interleave(heads[0] // heads[1], -3), value.repeat_interleave(heads[0] // heads[2], -3)
         heads = [heads[0]] * 3
     query, key, value = (
@@ -81,7 +82,6 @@ def fold(
 
 
 def _are_folded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Return True if they have one batch, and heads that kernels take, as they are."""
     if not query.dim() == key.dim() == value.dim() == 4 or key.shape[:2] != value.shape[:2]:
         return False
     return query.shape[0] == key.shape[0] and (enable_gqa or query.shape[1] == key.shape[1])
@@ -105,12 +105,11 @@ def _fold_mask(attn_mask: Tensor, lead: torch.Size, kv_len: int) -> Tensor:
 
 
 def _fold_documents(ids: Tensor, lead: torch.Size) -> Tensor:
-    """Return (length,), or (batch, length) where batch entries may differ."""
     if math.prod(ids.shape[:-1]) == 1:
         return ids.reshape(-1)
     return ids if ids.dim() == 2 and len(lead) == 1 else ids.expand(*lead, -1).reshape(math.prod(lead), ids.shape[-1])
 
 
 def padded(tensor: Tensor, width: int) -> Tensor:
-    """Return the tensor with zeros up to this head dimension: they change no dot product."""
+    """Pad the tensor with zeros to this head dimension, which changes no dot product."""
     return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))

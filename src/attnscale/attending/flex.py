@@ -13,7 +13,7 @@ from attnscale.numerics import KERNEL_DTYPES
 from attnscale.torch_internals import in_transform
 
 TILE = 128  # FlexAttention's block size
-LEAST_WIDTH = 16  # the narrowest head it takes
+LEAST_WIDTH = 16  # smallest head dimension that FlexAttention supports
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -61,14 +61,14 @@ def _flex(
 ) -> Tensor:
     if sinks is None:
         output = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
-        assert isinstance(output, Tensor)  # a tuple only where lse was asked for
+        assert isinstance(output, Tensor)  # a tuple only with return_lse
         return output
     output, lse = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse=True)
     return (output * torch.sigmoid(lse - sinks.unsqueeze(-1)).unsqueeze(-1)).to(output.dtype)
 
 
 def _specialisation(call: Call) -> tuple[Hashable, ...]:
-    """Return everything a compiled kernel is specialised on, save the batch size and the lengths."""
+    """Return everything that a compiled kernel is specialised on, except the batch size and the lengths."""
     tensors = (call.query, call.key, call.value)
     mask = call.visibility.mask
     return (
@@ -83,10 +83,10 @@ def _specialisation(call: Call) -> tuple[Hashable, ...]:
 
 @cache
 def _compiled(specialisation: tuple[Hashable, ...]) -> Callable[..., Tensor]:
-    """Return a compiled FlexAttention of its own for each specialisation, so that only lengths ever make it recompile.
+    """Compile FlexAttention separately for each specialisation, so that only new lengths cause a recompilation.
 
-    Dynamo counts recompiles by code object and gives up at a limit, hence a copy of the code. fullgraph: past that
-    limit torch would otherwise fall back, silently, to the full matrix.
+    Dynamo limits the recompilations per code object, so each specialisation gets a copy of the code. Without fullgraph,
+    torch would silently fall back to the full matrix beyond that limit.
     """
     own_code = FunctionType(_flex.__code__.replace(co_name=f"_flex_{abs(hash(specialisation))}"), _flex.__globals__)
     return torch.compile(own_code, fullgraph=True)
@@ -109,14 +109,14 @@ def _score_mod(softcap: float | None, attn_mask: Tensor | None) -> ScoreMod:
 
 
 def _causal_blocks(call: Call) -> BlockMask:
-    """Return the lower triangle as FlexAttention's block mask, without ever forming the triangle."""
+    """Return FlexAttention's causal block mask without forming the full matrix."""
     q_len, kv_len, device = call.query.shape[-2], call.key.shape[-2], call.query.device
     q_blocks, kv_blocks = -(-q_len // TILE), -(-kv_len // TILE)
     row_block = torch.arange(q_blocks, device=device, dtype=torch.int32)
     columns = torch.arange(kv_blocks, device=device, dtype=torch.int32)
     every_column = columns.expand(q_blocks, -1).contiguous()
-    past = row_block.clamp(max=kv_blocks)  # how many key blocks lie wholly before this block of rows,
-    diagonal = (row_block < kv_blocks).to(torch.int32)  # and whether one, of its own number, holds the diagonal
+    past = row_block.clamp(max=kv_blocks)  # number of key blocks entirely before this block of rows
+    diagonal = (row_block < kv_blocks).to(torch.int32)  # 1 if a key block contains the diagonal of this block of rows
     on_diagonal = every_column.clone()
     on_diagonal[:, 0] = row_block.clamp(max=kv_blocks - 1)
     return BlockMask.from_kv_blocks(

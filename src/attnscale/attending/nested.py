@@ -1,4 +1,4 @@
-"""Nested tensors, as SDPA takes them -> an attention over sequences -> a nested output."""
+"""Attention for nested tensors, with the shapes of SDPA: converted to sequences, and the output nested again."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +19,12 @@ Wrapping = Callable[[Tensor], Tensor]
 
 
 def any_nested(*tensors: Tensor) -> bool:
-    """Return True if one of them holds sequences of several lengths."""
+    """Return True if any of the tensors is nested."""
     return any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors)
 
 
 def in_graph(function: Callable[Given, Result], scale: Scale, *tensors: Tensor) -> Callable[Given, Result]:
-    """Return the function, uncompiled where lengths or a rule are known to Python alone."""
+    """Return the function; uncompiled if it needs lengths or a rule that torch.compile cannot trace."""
     traced = can_be_traced(scale) and not any(map(_has_python_lengths, tensors))
     return function if traced else uncompiled(function)
 
@@ -45,7 +45,7 @@ def nested_call(
     dropout_p: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Ragged, Wrapping]:
-    """Return an attention over the sequences of nested tensors, and a function that nests a row of results alike."""
+    """Return an attention over the sequences of nested tensors, and a function that nests its output."""
     seen = sequences_see(attn_mask, is_causal)
     own, theirs, values = (
         unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))
@@ -62,26 +62,29 @@ def nested_call(
 
 
 def _are_as_long(first: Tensor, second: Tensor) -> bool:
-    """Return True if the shapes of jagged tensors say that their sequences are as long: a graph knows no more."""
+    """Return True if two jagged tensors have the same symbolic length, the only test that works in a graph."""
     if not all(tensor.is_nested and tensor.layout is torch.jagged and tensor.dim() == 4 for tensor in (first, second)):
         return False
     return bool(first.shape[2] == second.shape[2])
 
 
 def sequences_see(attn_mask: Mask, is_causal: bool) -> Visibility:
-    """Return the keys that each sequence sees of itself; a mask would be of one length, and is refused."""
+    """Return the visibility within each sequence; refuse a mask, which has one fixed length."""
     check_one_mask(attn_mask, is_causal)
     seen = Visibility.of(attn_mask, is_causal)
     if is_plain_mask(attn_mask) or seen.mask is not None or seen.documents is not None:
         raise InputError(
-            "Expected no mask beside nested tensors, whose sequences see themselves alone, got one; pass "
-            "is_causal=True or Visibility.causal(…), or padded tensors with the mask."
+            "Expected no mask with nested tensors, because each of their sequences attends to itself only, got one; "
+            "pass is_causal=True or Visibility.causal(…), or padded tensors with the mask."
         )
     return seen
 
 
 def even_parts(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor], Wrapping] | None:
-    """Return tensors that are ragged before their heads as a plain batch, and a function that nests its output."""
+    """Return a plain batch for tensors with the ragged dimension before their heads, and a function to nest its output.
+
+    Return None for any other tensors.
+    """
     tensors = query, key, value
     if not all(tensor.layout is torch.jagged and tensor.dim() > 3 and ragged_axis(tensor) == 1 for tensor in tensors):
         return None
@@ -92,21 +95,21 @@ def even_parts(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor],
 
 
 def unnested(tensor: Tensor, name: str) -> Sequences:
-    """Return the sequences of a nested tensor (batch, [heads,] length, width), or of a plain one."""
+    """Return the sequences of a nested or plain tensor, (batch, [heads,] length, width)."""
     if not tensor.is_nested:
         return _even(tensor, name)
     if tensor.dim() not in (3, 4):
         raise ShapeError(
-            f"Expected {name} nested as (batch, heads, length, head_dim), got {tensor.dim()} dimensions; "
-            "a ragged batch has one dimension of sequences."
+            f"Expected nested {name} of shape (batch, heads, length, head_dim), got {tensor.dim()} dimensions; "
+            "flatten other leading dimensions into the batch."
         )
     if tensor.layout is torch.jagged and jagged(tensor).lengths() is None:
         if ragged_axis(tensor) != tensor.dim() - 2:
             raise ShapeError(
-                f"Expected {name} with ragged lengths, (batch, heads, length, head_dim), got a ragged dimension "
+                f"Expected {name} with a ragged length, (batch, heads, length, head_dim), got ragged dimension "
                 f"{ragged_axis(tensor)}; put heads before the length with transpose(1, 2)."
             )
-        row, offsets = jagged(tensor).values(), jagged(tensor).offsets()  # every operator of a nested tensor costs
+        row, offsets = jagged(tensor).values(), jagged(tensor).offsets()  # plain tensors: ops on nested ones are slow
         row = row.unsqueeze(0) if row.dim() == 3 else row[None, None]
         return Sequences(row, Layout(offsets, None if unseen(offsets) else known_longest(tensor)))
     parts = [part if part.dim() == 3 else part.unsqueeze(0) for part in tensor.unbind()]
@@ -115,15 +118,14 @@ def unnested(tensor: Tensor, name: str) -> Sequences:
 
 
 def jagged(tensor: Tensor) -> Any:
-    """Return the tensor as a type with the methods that only jagged ones have."""
+    """Return the tensor typed as Any: its static type lacks the methods of jagged tensors."""
     return tensor
 
 
 def _even(tensor: Tensor, name: str) -> Sequences:
-    """Return a plain tensor beside nested ones as sequences of one length."""
     if tensor.dim() != 4:
         raise ShapeError(
-            f"Expected {name} nested too, or (batch, heads, length, head_dim), beside nested tensors, "
+            f"Expected {name} to be nested like the other tensors, or of shape (batch, heads, length, head_dim), "
             f"got shape {tuple(tensor.shape)}."
         )
     batch, _, length, _ = tensor.shape
@@ -132,7 +134,7 @@ def _even(tensor: Tensor, name: str) -> Sequences:
 
 
 def wrapping(query: Tensor, like: Tensor, layout: Layout) -> Wrapping:
-    """Return a function that makes a row of results (1, heads, total, width) a nested tensor, as `like` is one."""
+    """Return a function that converts a row of results (1, heads, total, width) to a nested tensor like `like`."""
     flat = query.dim() == 3
 
     def as_jagged(row: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ragged batches: sequences laid end to end, each of which sees itself alone; packed tokens as such a batch."""
+"""Ragged batches: concatenated sequences that each attend to themselves only, from nested or packed tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from attnscale.visibility import EVERYTHING, Visibility
 
 Window = tuple[int, int]
 NO_WINDOW: Window = (-1, -1)
-Starts = tuple[Tensor | None, Tensor | None, int | None, int | None, Tensor | None]  # the arguments of layouts()
+Starts = tuple[Tensor | None, Tensor | None, int | None, int | None, Tensor | None]  # arguments of layouts()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions at which sequences begin, and at which the last ends."""
+    """Start positions of the sequences, and the end of the last one."""
 
     offsets: Tensor  # (sequences + 1,), on the device of the tokens
-    known_longest: int | None = None  # where a caller has said it
+    known_longest: int | None = None  # length of the longest sequence, if the caller passed it
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Layout":
@@ -39,7 +39,7 @@ class Layout:
     @property
     def count(self) -> int:
         """Number of sequences."""
-        return self.offsets.shape[0] - 1  # of which len() would make a constant in a graph
+        return self.offsets.shape[0] - 1  # in a graph, len() would be a constant
 
     @property
     def sizes(self) -> Tensor:
@@ -48,7 +48,7 @@ class Layout:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Length of each sequence, on the host: a GPU is waited for."""
+        """Length of each sequence, on the host; synchronises with a GPU."""
         return tuple(self.sizes.tolist())
 
     @property
@@ -58,29 +58,29 @@ class Layout:
 
     @property
     def is_at_hand(self) -> bool:
-        """True if the offsets can be read without waiting."""
+        """True if the offsets can be read without a synchronisation."""
         return self.offsets.device.type == "cpu" and not unseen(self.offsets)
 
     def check_starts(self, name: str) -> None:
-        """Refuse offsets that fall or do not begin with 0; a GPU is not waited for."""
+        """Refuse offsets that decrease or do not begin with 0; unchecked on a GPU, to avoid a synchronisation."""
         if self.is_at_hand and (int(self.offsets[0]) != 0 or bool((self.offsets.diff() < 0).any())):
-            raise InputError(f"Expected {name} to begin with 0 and never to fall, got {self.offsets.tolist()}.")
+            raise InputError(f"Expected {name} to begin with 0 and never decrease, got {self.offsets.tolist()}.")
 
     def check_end(self, name: str, row: Tensor) -> None:
-        """Refuse another number of tokens than a row (1, heads, total, width) has."""
+        """Refuse offsets that do not end with the number of tokens of a row (1, heads, total, width)."""
         total = row.shape[-2]
         if self.is_at_hand and int(self.offsets[-1]) != total:
             raise ShapeError(
-                f"Expected the last sequence to end with the {name}'s {total} tokens, got {int(self.offsets[-1])}."
+                f"Expected the last offset to equal the {name}'s {total} tokens, got {int(self.offsets[-1])}."
             )
 
     def sequence_of(self, tokens: int) -> Tensor:
-        """Return the number of the sequence of each token."""
+        """Return the index of the sequence of each token."""
         every = torch.arange(self.count, device=self.offsets.device)
         return every.repeat_interleave(self.sizes, output_size=tokens)
 
     def equals(self, other: "Layout") -> bool:
-        """Return True if sequences of both are known to begin at the same positions."""
+        """Return True if both have equal offsets; False if a graph or transform hides their values."""
         if self is other or self.offsets is other.offsets:
             return True
         return not unseen(self.offsets) and torch.equal(self.offsets, other.offsets)
@@ -88,16 +88,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Tokens of sequences laid end to end, (1, heads, total, width): a batch of one row."""
+    """Concatenated tokens of all sequences, (1, heads, total, width)."""
 
     tokens: Tensor
     layout: Layout
 
     def shared_by(self, name: str, count: int) -> "Sequences":
-        """Return as many sequences; a batch of one is shared by all."""
+        """Return `count` sequences; a single one is repeated."""
         if self.layout.count not in (1, count):
             found = self.layout.count
-            raise ShapeError(f"Expected {count} sequences in {name}, as many as in the others, got {found}.")
+            raise ShapeError(f"Expected {count} sequences in {name}, like the other tensors, got {found}.")
         if self.layout.count == count:
             return self
         length = self.tokens.shape[-2]
@@ -116,14 +116,14 @@ def as_tokens(row: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ragged:
-    """One row of all tokens; its visibility is that of every sequence by itself."""
+    """Attention over concatenated sequences; its visibility applies within each sequence."""
 
     row: Call
     rows: Layout
     keys: Layout
 
     def calls(self) -> Iterator[Call]:
-        """Yield each sequence as an attention of its own."""
+        """Yield each sequence as a separate attention."""
         row = self.row
         queries = row.query.split(self.rows.lengths, dim=-2)
         keys, values = (tensor.split(self.keys.lengths, dim=-2) for tensor in (row.key, row.value))
@@ -132,13 +132,13 @@ class Ragged:
             yield replace(row, query=query, key=key, value=value, visibility=seen)
 
     def joined(self, outputs: list[Tensor]) -> Tensor:
-        """Return the outputs of the sequences in one row."""
+        """Concatenate the outputs of the sequences."""
         if outputs:
             return torch.cat(outputs, dim=-2)
         return self.row.query.new_empty(*self.row.query.shape[:-1], self.row.value.shape[-1])
 
     def as_masked(self) -> Call:
-        """Return one attention over all tokens, with a mask: in a graph, where lengths are not known."""
+        """Return one attention over all tokens with a mask, for a graph, where lengths are unknown."""
         positions, limits = self._positions(), self.row.visibility
         (own, at, q_len, kv_len), (theirs, key_at, *_) = positions
         at = at + (kv_len - q_len) if limits.from_the_end else at
@@ -153,12 +153,12 @@ class Ragged:
         return rows, rows if self.rows is self.keys else positions_in(self.keys, self.rows, self.row.key.shape[-2])
 
     def as_documents(self) -> Call | None:
-        """Return one attention in which every sequence is a document; None where limits differ by sequence."""
+        """Return one attention with every sequence as a document; None if position limits differ by sequence."""
         seen, aligned = self.row.visibility, self.rows.equals(self.keys)
         if not aligned and (seen.last is not None or seen.first is not None):
             return None
         last, first = seen.last, seen.first
-        if aligned:  # no key further away than the longest sequence: kernels leave out what is
+        if aligned:  # kernels skip keys further away than the longest sequence
             furthest = max(self.rows.longest - 1, 0)
             last, first = furthest if last is None else last, -furthest if first is None else first
         own = self.rows.sequence_of(self.row.query.shape[-2])
@@ -167,14 +167,14 @@ class Ragged:
 
 
 def positions_in(layout: Layout, other: Layout, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return, of each token: its sequence, its position there, and the lengths of that in this and the other layout."""
+    """Return for each token its sequence, its position in it, and the lengths of that sequence in both layouts."""
     sequence = layout.sequence_of(tokens)
     at = torch.arange(tokens, device=sequence.device) - layout.offsets[sequence]
     return sequence, at, layout.sizes[sequence], other.sizes[sequence]
 
 
 def visible_keys(rows: Layout, keys: Layout, seen: Visibility, tokens: int) -> Tensor:
-    """Return how many keys of its own sequence each row sees, (tokens,)."""
+    """Return the number of visible keys of each row, (tokens,)."""
     _, at, q_len, kv_len = positions_in(rows, keys, tokens)
     at = at + (kv_len - q_len) if seen.from_the_end else at
     after = kv_len if seen.last is None else torch.minimum((at + seen.last + 1).clamp(min=0), kv_len)
@@ -183,11 +183,11 @@ def visible_keys(rows: Layout, keys: Layout, seen: Visibility, tokens: int) -> T
 
 
 def aligned(query: Sequences, key: Sequences, value: Sequences) -> tuple[Sequences, Sequences, Sequences]:
-    """Return as many sequences of each, where one may be shared by all; refuse another number of values than keys."""
+    """Return equally many sequences of each, repeating a single one; refuse keys and values of different lengths."""
     count = max(each.layout.count for each in (query, key, value))
     query, key, value = query.shared_by("query", count), key.shared_by("key", count), value.shared_by("value", count)
     if not unseen(key.layout.offsets) and not key.layout.equals(value.layout):
-        raise ShapeError("Expected one value a key in every sequence, got key and value of other lengths.")
+        raise ShapeError("Expected one value per key in every sequence, got key and value of different lengths.")
     return query, key, value
 
 
@@ -202,7 +202,7 @@ def scaled_sequences(
     dropout_p: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Ragged:
-    """Return an attention over aligned sequences, its scale a float; rules count the keys of each sequence."""
+    """Return an attention over aligned sequences with a numeric scale; rules use the key count of each sequence."""
     check_sinks(sinks, query.tokens)
     tokens = query.tokens.shape[-2]
     scaled_query, scaled_key, factor = apply_scale_to_sequences(
@@ -232,7 +232,7 @@ def packed_call(
     dropout_p: float,
     sinks: Tensor | None = None,
 ) -> Ragged:
-    """Return an attention over packed tokens (total, heads, width), as flash-attn takes them."""
+    """Return an attention over packed tokens (total, heads, width), the layout of flash-attn."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() != 3:
             found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) and not tensor.is_nested else "another"
@@ -240,7 +240,7 @@ def packed_call(
     tensors = [as_one_row(tensor) for tensor in (query, key, value)]
     check_inputs(tensors[0], tensors[1], tensors[2], None, False, enable_gqa, softcap, dropout_p)
     if rows.count != keys.count:
-        raise ShapeError(f"Expected as many sequences of keys as of queries, got {keys.count} and {rows.count}.")
+        raise ShapeError(f"Expected equally many key and query sequences, got {keys.count} and {rows.count}.")
     rows.check_end("query", tensors[0])
     keys.check_end("key", tensors[1])
     own, theirs, values = map(Sequences, tensors, (rows, keys, keys))
@@ -255,9 +255,9 @@ def layouts(
     max_seqlen_k: int | None,
     document_ids: Tensor | None,
 ) -> tuple[Layout, Layout]:
-    """Return the layouts of queries and of keys, which are the same unless given."""
+    """Return the layouts of queries and keys; they are equal if cu_seqlens_k is None."""
     if (cu_seqlens_q is None) == (document_ids is None):
-        raise InputError("Expected either cu_seqlens_q or document_ids to say where sequences begin, got both or none.")
+        raise InputError("Expected either cu_seqlens_q or document_ids to define the sequences, got both or none.")
     if document_ids is not None:
         rows = _of_documents(query, document_ids)
         return rows, rows
@@ -269,10 +269,10 @@ def layouts(
 
 
 def window_of(window_size: Window, is_causal: bool) -> Visibility:
-    """Return a window of keys to the left and right of a row, −1 for all, counted from the last key."""
+    """Return a window of keys to the left and right of each row, −1 for no limit, aligned to the last key."""
     left, right = window_size
     if min(left, right) < -1:
-        raise SettingError(f"Expected window_size as keys to the left and right, −1 for all, got {window_size}.")
+        raise SettingError(f"Expected window_size as (left, right) numbers of keys, −1 for all, got {window_size}.")
     last = 0 if is_causal else (None if right < 0 else right)
     return Visibility(last, None if left < 0 else -left, from_the_end=True)
 
@@ -290,17 +290,17 @@ def _checked(name: str, starts: Tensor, query: Tensor, longest: int | None) -> L
 
 
 def _of_documents(query: Tensor, document_ids: Tensor) -> Layout:
-    """Return a layout in which each run of tokens of one document is a sequence."""
+    """Return a layout with one sequence for each run of equal document ids."""
     if document_ids.shape != query.shape[:1]:
         raise ShapeError(
-            f"Expected the document of each of the {query.shape[0]} tokens, got shape {tuple(document_ids.shape)}; "
-            "rows of several documents in a batch take Visibility.of_documents(…) as attn_mask."
+            f"Expected document_ids for each of the {query.shape[0]} tokens, got shape {tuple(document_ids.shape)}; "
+            "for a batch of rows with several documents, pass Visibility.of_documents(…) as attn_mask."
         )
     total, changes = document_ids.shape[0], document_ids.diff() != 0
     if not unseen(document_ids):
         begins = changes.nonzero().squeeze(-1) + 1
         return Layout(torch.cat([begins.new_zeros(1), begins, begins.new_tensor([total] if total else [])]))
-    # a graph knows no number of sequences: as many as there are tokens, the last of them empty
+    # A graph does not know the number of sequences: use one per token, and leave the last ones empty.
     runs = torch.cat([document_ids.new_zeros(min(total, 1), dtype=torch.long), changes.long()]).cumsum(0)
     ends = torch.full((total + 1,), total, device=document_ids.device)
     return Layout(ends.scatter_reduce(0, runs, torch.arange(total, device=document_ids.device), "amin"))

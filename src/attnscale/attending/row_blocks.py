@@ -1,4 +1,4 @@
-"""Attention from its weights, a block of query rows at a time: for what no fused kernel takes."""
+"""Attention from explicit weights, one block of query rows at a time, for calls without a fused kernel."""
 
 import math
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.torch_internals import in_transform, sizes_vary
 from attnscale.visibility import Visibility
 
-BLOCK_ROWS = 256  # enough rows for efficient products,
-BLOCK_SCORES = 2**22  # but no more scores at a time than this (16 MB of float32)
-LEAST_ROWS = 16  # unless that left fewer rows than this
+BLOCK_ROWS = 256  # rows per block: enough for efficient products
+BLOCK_SCORES = 2**22  # largest number of scores per block: 16 MB of float32
+LEAST_ROWS = 16  # smallest number of rows per block, even if it exceeds BLOCK_SCORES
 
 
 def attend(call: Call) -> Tensor:
-    """Return softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V; the backward pass computes each block again."""
+    """Return softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V; the backward pass recomputes each block."""
     wide = wide_dtype(call.query)
     query, key, value = (tensor.to(wide) for tensor in (call.query, call.key, call.value))
     output = [query.new_empty(*query.shape[:2], 0, value.shape[-1])]
@@ -32,9 +32,9 @@ def attend(call: Call) -> Tensor:
 
 
 def blocks(call: Call) -> Iterator[tuple[slice, slice]]:
-    """Yield rows that are computed at once, with the keys that any of them may see; all in a graph of any length."""
+    """Yield blocks of rows with the keys that any of them may see; one block in a graph with symbolic lengths."""
     q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
-    if sizes_vary(q_len, kv_len):  # a loop would fix the length
+    if sizes_vary(q_len, kv_len):  # a loop would make the length constant
         yield slice(0, q_len), slice(0, kv_len)
         return
     block_rows = min(BLOCK_ROWS, max(LEAST_ROWS, BLOCK_SCORES // max(1, math.prod(call.query.shape[:-2]) * kv_len)))
@@ -66,7 +66,7 @@ _recomputed = partial(checkpoint, use_reentrant=False)
 
 
 def _recomputes() -> bool:
-    """Return True unless under torch.func, whose transforms refuse checkpoints."""
+    """Return True if gradients are enabled and checkpointing works, which it does not under torch.func."""
     if not torch.is_grad_enabled():
         return False
     return torch.compiler.is_compiling() or not in_transform()
@@ -88,7 +88,7 @@ def row_weights(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax(softcap · tanh(scale · QKᵀ / softcap) + bias); a row that sees nothing gets zeros, as in SDPA."""
+    """Return softmax(softcap · tanh(scale · QKᵀ / softcap) + bias); zeros for a row without keys, as in SDPA."""
     scores = grouped_matmul(query * scale, key.mT)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -99,13 +99,13 @@ def row_weights(
     if bias is None and sinks is None:
         return torch.softmax(scores, dim=-1)
     blind = scores.isneginf().all(dim=-1, keepdim=True)
-    # Filled before softmax too: its backward would turn the NaN of such a row into a NaN gradient.
+    # Fill before softmax too; otherwise its backward turns the NaN of such a row into a NaN gradient.
     weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
     return weights if sinks is None else weights[..., :-1]
 
 
 def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return left (batch, heads, rows, n) @ right (batch, kv_heads, n, m), where consecutive heads share a kv head."""
+    """Return left (batch, heads, rows, n) @ right (batch, kv_heads, n, m); consecutive heads share a kv head."""
     batch, heads, rows, _ = left.shape
     if heads == right.shape[1]:
         return left @ right

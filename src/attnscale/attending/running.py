@@ -1,4 +1,4 @@
-"""Attention by torch's fused kernels wherever they serve, then by FlexAttention, then in blocks of rows."""
+"""Dispatch of an attention: to torch's fused kernels if possible, else to FlexAttention, else to blocks of rows."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from attnscale.torch_internals import unseen
 
 def run(call: Call) -> Tensor:
     """Return the output, (batch, heads, q_len, value_dim)."""
-    is_short = call.query.shape[-2] <= row_blocks.BLOCK_ROWS  # its full matrix is one block
+    is_short = call.query.shape[-2] <= row_blocks.BLOCK_ROWS  # the full matrix is one block
     if call.sinks is None and call.softcap is None and (not sdpa.materialises(call) or is_short):
         return sdpa.attend(call)
     call = as_autocast(call)
@@ -29,7 +29,7 @@ def run(call: Call) -> Tensor:
 def run_sequences(ragged: Ragged) -> Tensor:
     """Return the output of every sequence, (1, heads, total, value_dim).
 
-    A GPU runs all of them at once, a CPU one after the other, and a graph, which knows no lengths, with a mask.
+    A GPU runs all sequences at once, a CPU one after the other. In a graph, where lengths are unknown, a mask is used.
     """
     cast = replace(ragged, row=as_autocast(ragged.row))
     if varlen.serves(cast):
@@ -41,7 +41,7 @@ def run_sequences(ragged: Ragged) -> Tensor:
 
 
 def as_autocast(call: Call) -> Call:
-    """Return the call with its tensors cast as autocast casts those of SDPA."""
+    """Cast the tensors of the call as autocast does for SDPA."""
     device = call.query.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call

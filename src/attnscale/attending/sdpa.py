@@ -1,8 +1,8 @@
-"""Torch's fused kernels: SDPA, given what keeps it fused; and called by themselves for sinks and second derivatives.
+"""Torch's fused kernels: through SDPA, or called directly for sinks and second derivatives.
 
-A sink is one logit a query head that joins the denominator of each of its rows, and has no value.
-With L = ln Σ eˢ over the keys of a row, a sink b multiplies the output by σ(L − b). The backward is that of the kernel,
-started from this output and from ln(eᴸ + eᵇ): it forms Σ dO·O from the one and the weights from the other.
+A sink is one logit per query head that joins the denominator of each row and has no value vector.
+With L = ln Σ eˢ over the keys of a row, a sink b multiplies the output by σ(L − b). The kernel's own backward is
+correct if it receives this output, for Σ dO·O, and ln(eᴸ + eᵇ), for the weights.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ from attnscale.torch_internals import (
 from attnscale.visibility import Visibility
 
 MASK_ROWS = 512
-CUDA_ALIGNMENT = 8  # the CUDA kernels take head dimensions that are multiples of this,
-CUDA_GROUPED_WIDTH = 256  # and flash attention, and groups of queries, up to this head dimension
-SDPA = F.scaled_dot_product_attention  # a watcher of a model's calls puts another function in its place
+CUDA_ALIGNMENT = 8  # CUDA kernels require head dimensions that are multiples of this
+CUDA_GROUPED_WIDTH = 256  # largest head dimension for flash attention and for grouped queries
+SDPA = F.scaled_dot_product_attention  # original function; watching() replaces the one in torch.nn.functional
 FLASH_CAPABILITY = 8  # flash attention needs a GPU of this generation
 
 
@@ -42,7 +42,7 @@ def materialises(call: Call) -> bool:
 
 
 def takes_whole(call: Call) -> bool:
-    """Return True if all rows run at once: no mask has to be made, and none of booleans is long, which torch copies."""
+    """Return True if SDPA can run all rows at once: no mask must be built, and no long boolean mask is converted."""
     seen, mask = call.visibility, call.visibility.mask
     if seen.is_plain or mask is None or mask.dtype != torch.bool:
         return seen.is_plain or seen.is_mask
@@ -50,19 +50,19 @@ def takes_whole(call: Call) -> bool:
 
 
 def attend(call: Call) -> Tensor:
-    """Return F.scaled_dot_product_attention, given what keeps its fused kernels fused and their memory linear."""
+    """Run SDPA with arguments that keep its kernels fused and its memory linear."""
     if takes_whole(call):
         return _attend(call)
-    # torch turns a boolean mask into floats as a whole; a block of rows at a time keeps that copy small.
+    # Torch copies a boolean mask to floats; one block of rows at a time keeps that copy small.
     q_len = call.query.shape[-2]
-    if sizes_vary(q_len):  # a loop would fix the length
+    if sizes_vary(q_len):  # a loop would make the length constant
         return _attend(_rows(call, slice(0, q_len)))
     starts = range(0, max(q_len, 1), MASK_ROWS)
     return torch.cat([_attend(_rows(call, slice(start, min(start + MASK_ROWS, q_len)))) for start in starts], dim=-2)
 
 
 def _rows(call: Call, rows: slice) -> Call:
-    """Return these rows, with the keys that they may see and a mask of those that they do."""
+    """Return the call for a block of rows, with the range of keys that they may see and a mask over it."""
     seen = call.visibility
     keys = seen.span(rows.start, rows.stop - 1, call.key.shape[-2])
     query, key, value = call.query[..., rows, :], call.key[..., keys, :], call.value[..., keys, :]
@@ -91,7 +91,7 @@ def _attend(call: Call) -> Tensor:
 
 
 def _mask(call: Call) -> Tensor | None:
-    """Return the mask in the query's precision if that is double: the CPU's kernel reads a single one wrong."""
+    """Return the mask, converted to float64 for float64 queries: the CPU kernel misreads a float32 mask."""
     bias = call.visibility.bias
     return call.visibility.mask if bias is None or call.query.dtype != torch.float64 else bias.double()
 
@@ -102,9 +102,8 @@ def _takes_groups(query: Tensor) -> bool:
 
 
 def _widths(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """Return the head dimensions that the device's fused kernels take."""
     head_dim, value_dim = query.shape[-1], value.shape[-1]
-    if query.device.type == "cpu":  # one width for all
+    if query.device.type == "cpu":  # equal head dimensions
         return max(head_dim, value_dim), max(head_dim, value_dim)
     if query.device.type == "cuda":
         return _aligned(head_dim), _aligned(value_dim)
@@ -116,7 +115,7 @@ def _aligned(width: int) -> int:
 
 
 def has_kernels(call: Call) -> bool:
-    """Return True if a fused kernel of torch computes this attention and its backward, given an lse."""
+    """Return True if torch has a fused forward kernel that returns an lse, and a backward kernel that accepts one."""
     backend = _backend(call)
     kernels = sdpa_forward(backend, call.query.device.type), sdpa_backward(backend, call.query.device.type)
     return (
@@ -127,19 +126,20 @@ def has_kernels(call: Call) -> bool:
         and call.query.dtype == call.key.dtype == call.value.dtype
         and min(call.query.shape[:-1]) > 0
         and call.value.shape[-1] > 0
-        and call.key.shape[-2] > 1  # for one key the backward of some kernels returns NaN
+        and call.key.shape[-2] > 1  # with one key, the backward of some kernels returns NaN
         and (torch.compiler.is_compiling() or not in_transform())
     )
 
 
 def differentiates_twice(query: Tensor, key: Tensor, value: Tensor, call: Call) -> bool:
-    """Return True if SDPA would form the full matrix for these shapes on a CPU, and so has second derivatives.
+    """Return True if SDPA on the original tensors has second derivatives that the fused kernel lacks.
 
-    The call is folded, so that its kernel is fused, which has none.
+    On a CPU, SDPA forms the full matrix for unusual shapes, and that has second derivatives. The folded call runs a
+    fused kernel, which has none.
     """
     if call.query.device.type != "cpu" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    axes = 1 if call.grouped else 2  # batch, and heads where each has a key of its own
+    axes = 1 if call.grouped else 2  # compare the batch, and heads unless they are grouped
     is_whole = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == value.shape[-1]
     if is_whole and query.shape[:axes] == key.shape[:axes] == value.shape[:axes]:
         return False
@@ -157,7 +157,7 @@ def _backend(call: Call) -> SDPBackend | None:
     width = max(call.query.shape[-1], call.value.shape[-1])
     if kind != "cuda" or dtype not in KERNEL_DTYPES or width > CUDA_GROUPED_WIDTH or not seen.is_plain:
         return None
-    is_square = seen.is_full or call.query.shape[-2] == call.key.shape[-2]  # it aligns causality to the last key
+    is_square = seen.is_full or call.query.shape[-2] == call.key.shape[-2]  # flash aligns causal masks to the last key
     if flash and dtype in HALF_DTYPES and is_square and torch.cuda.get_device_capability()[0] >= FLASH_CAPABILITY:
         return SDPBackend.FLASH_ATTENTION
     return SDPBackend.EFFICIENT_ATTENTION if efficient else None
@@ -171,7 +171,7 @@ def _is_float_mask(call: Call) -> bool:
 
 @constant_in_graphs
 def _enabled() -> tuple[bool, bool]:
-    """Return which of the kernels may be used; who asks for SDPA's math wants second derivatives."""
+    """Return True for each enabled kernel, flash and memory-efficient: users disable both for second derivatives."""
     return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
@@ -192,7 +192,7 @@ def attend_by_kernels(call: Call) -> Tensor:
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose rows lie in one piece of memory: the kernels read others wrong."""
+    """Return the tensor with contiguous rows; the kernels misread other layouts."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -218,7 +218,7 @@ class _Attention(torch.autograd.Function):
             output, lse, _, _, _, _, *state = kernel(query, key, value, 0.0, is_causal, scale=scale)
         else:
             output, lse, *state = kernel(query, key, value, None, True, 0.0, is_causal, scale=scale)
-            lse = lse[..., :q_len]  # what is behind is padding
+            lse = lse[..., :q_len]  # remove padding
         if sinks is not None:
             above = lse - sinks.to(lse.dtype).unsqueeze(-1)
             output = (output * torch.sigmoid(above).unsqueeze(-1)).to(output.dtype)
@@ -231,7 +231,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, mask, output, total, *state = ctx.saved_tensors
-        if torch.is_grad_enabled():  # it will be differentiated again
+        if torch.is_grad_enabled():  # create_graph=True: second derivatives are needed
             seen = Visibility(0 if ctx.is_causal else None, mask=mask)
             return *_differentiable(grad, (query, key, value, sinks), seen, ctx.scale), None, None, None, None
         kernel, grad = sdpa_backward(ctx.backend, query.device.type), grad.contiguous()
@@ -244,12 +244,12 @@ class _Attention(torch.autograd.Function):
             settings = *lengths, 0.0, ctx.is_causal, *state
             found = kernel(*given, output, total, None, None, *settings, scale=ctx.scale)
         else:
-            rows = F.pad(total, (0, -total.shape[-1] % 32))  # which this kernel reads in 32s
+            rows = F.pad(total, (0, -total.shape[-1] % 32))  # this kernel reads blocks of 32
             wanted = [True, True, True, False]
             found = kernel(*given, None, output, rows, *state, 0.0, wanted, ctx.is_causal, scale=ctx.scale)[:3]
         if sinks is None:
             return *found, None, None, None, None, None
-        weight = torch.exp(sinks.to(total.dtype).unsqueeze(-1) - total)  # of the sink in each row
+        weight = torch.exp(sinks.to(total.dtype).unsqueeze(-1) - total)  # weight of the sink in each row
         of_sinks = -(weight * (grad * output).sum(-1, dtype=weight.dtype)).sum((0, 2)).to(sinks.dtype)
         return *found, of_sinks, None, None, None, None
 

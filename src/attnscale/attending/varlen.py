@@ -1,4 +1,4 @@
-"""Ragged batches on a GPU: torch's flash attention over sequences laid end to end."""
+"""Ragged batches on a GPU: torch's flash attention over concatenated sequences."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ from attnscale.attending.ragged import Layout, Ragged, as_one_row, as_tokens
 from attnscale.numerics import HALF_DTYPES
 from attnscale.torch_internals import constant_in_graphs, unseen
 
-ALIGNMENT = 8  # of the head dimensions that the kernels take,
-WIDEST_HEAD = 256  # and the widest of them
+ALIGNMENT = 8  # head dimensions must be multiples of this
+WIDEST_HEAD = 256  # largest head dimension that the kernels support
 
 
 def serves(ragged: Ragged) -> bool:
-    """Return True if a kernel takes all sequences at once: on CUDA, in half precision, without soft-cap or sinks."""
+    """Return True if one kernel runs all sequences: on CUDA, in half precision, without soft-cap or sinks."""
     row = ragged.row
     widest = max(row.query.shape[-1], row.value.shape[-1])
     return (
@@ -51,22 +51,22 @@ def attend(ragged: Ragged) -> Tensor:
     output = varlen_attn(
         *(query, key, value, starts_q, starts_k, longest_q, longest_k), scale=row.scale, window_size=window
     )
-    assert isinstance(output, Tensor)  # a tuple only where lse was asked for
+    assert isinstance(output, Tensor)  # a tuple only if the lse is requested
     return as_one_row(output)[..., : row.value.shape[-1]]
 
 
 def _starts(layout: Layout, tokens: Tensor) -> tuple[Tensor, int]:
-    # in a graph no more is known than that no sequence is longer than all tokens
+    # In a graph the lengths are unknown: use the number of tokens as the upper bound of the longest sequence.
     is_known = layout.known_longest is not None or not unseen(layout.offsets)
     return layout.offsets.to(torch.int32), layout.longest if is_known else tokens.shape[0]
 
 
 def _window(ragged: Ragged) -> tuple[int, int] | None:
-    """Return keys to the left and right of a row, counted from the end as those kernels do; None where they cannot."""
+    """Return the window (left, right) of the kernel, aligned to the last key; None if the kernel cannot express it."""
     seen = ragged.row.visibility
     if not seen.is_full and not seen.from_the_end and not ragged.rows.equals(ragged.keys):
         return None
     left, right = (0 if seen.first is None else -seen.first), (0 if seen.last is None else seen.last)
     if left < 0 or right < 0 or seen.mask is not None or seen.documents is not None:
-        return None  # a window that does not hold the row's own position
+        return None  # the kernel requires a window that includes the row's own position
     return -1 if seen.first is None else left, -1 if seen.last is None else right

@@ -1,4 +1,4 @@
-"""query, key -> the statistics of their scores: exact in one pass, or sampled with standard errors."""
+"""Statistics of attention scores, from query and key: exact in one pass, or sampled with standard errors."""
 
 from attnscale.measure.engine import attention_with_stats, score_moments, score_stats
 from attnscale.measure.moments import ScoreMoments

@@ -1,4 +1,4 @@
-"""The public functions that measure."""
+"""Public functions that measure attention scores."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -23,11 +23,11 @@ from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
 from attnscale.visibility import Mask, Visibility
 
-# On a GPU the host's time shows for short sequences: checks, scale and folding depend on the layouts of tensors and on
-# flags alone, where the scale is a number, so a call like one before goes straight to its kernels.
+# For short sequences on a GPU, the time on the host dominates. If the scale is a number, the checks and the folding
+# depend only on tensor layouts and flags, so a repeated call goes directly to its kernels.
 Planned = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ScoreStats]]
 PLANS: dict[Hashable, Planned] = {}
-MOST_PLANS = 4096  # lengths that never come again would fill the memory
+MOST_PLANS = 4096  # limits memory if every batch has another length
 
 
 def score_stats(
@@ -42,12 +42,12 @@ def score_stats(
     sinks: Tensor | None = None,
     rows: int | None = None,
 ) -> ScoreStats:
-    """Return statistics of the scores that attention() would put into its softmax, one value a query head.
+    """Return statistics of the scores that attention() passes to softmax, one value per query head.
 
-    `rows=None` looks at every row, `rows=N` at about N rows a head, spread over position, with standard errors.
-    `sinks` is one learned logit a head, (heads,), that joins the denominator of each of its rows.
-    What a mask of floats puts far below everything else is hidden, whatever number it uses. Scores past 1e19 have a
-    spread on a CPU; the kernels of a GPU sum their squares in float32, and say inf or NaN there.
+    `rows=None` measures every row. `rows=N` samples about N rows per head, spread over positions, and adds standard
+    errors. `sinks`, (heads,), is one learned logit per head that joins the denominator of each row.
+    A score that a float mask moves far below all others counts as hidden. Above 1e19, the spread of scores is exact on
+    a CPU only: GPU kernels sum squares in float32 and return inf or NaN.
 
     >>> stats = score_stats(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 7, 8))
     >>> stats.top1.tolist() == [1 / 7, 1 / 7], stats.std.tolist()
@@ -76,7 +76,7 @@ def score_moments(
 ) -> ScoreMoments:
     """Return count, mean, variance and variance within rows of scale · q·k, over all visible pairs, in O((n + m) d²).
 
-    A mask, a bias or a soft-cap has no such identity: the scores are then passed over, and `method` says so.
+    With a mask, bias or soft-cap, linear time is impossible: every score is computed, and `method` says so.
 
     >>> moments = score_moments(torch.randn(1, 2, 100_000, 16), torch.randn(1, 2, 50_000, 16), scale="unscaled")
     >>> bool((moments.variance.sqrt() - 4).abs().max() < 0.05)
@@ -103,7 +103,7 @@ def attention_with_stats(
     sinks: Tensor | None = None,
     rows: int | None = None,
 ) -> tuple[Tensor, ScoreStats]:
-    """Return attention() and score_stats() of the same scores; the output has gradients, the statistics have none."""
+    """Return attention() and score_stats() of the same scores; only the output has gradients."""
     if any_nested(query, key, value):
         check_rows(rows)
         options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p, sinks

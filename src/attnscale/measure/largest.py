@@ -1,7 +1,7 @@
-"""The largest score of each head where it passes a limit, and nothing else, for QK-Clip at every step.
+"""Largest score of each head that exceeds a limit, for QK-Clip at every step.
 
-No score of a row can be above ‖q‖ · max‖k‖ · scale. Rows for which that is within the limit are passed over, so a model
-whose scores are in range pays for reading its queries and keys once.
+No score of a row can exceed ‖q‖ · max‖k‖ · scale. Rows with this bound within the limit are skipped, so a model with
+scores in range only pays for one read of its queries and keys.
 """
 
 import torch
@@ -11,14 +11,14 @@ from attnscale.attending.call import Call
 from attnscale.measure.cuda.launch import kernels_take
 from attnscale.numerics import wide_dtype, without_autocast
 
-SLACK = 1 + 1e-4  # by which rounding may lift a score above what lengths allow
-BLOCK_SCORES = 2**20  # of one head at a time, without the kernel
+SLACK = 1 + 1e-4  # rounding may lift a score above the bound from the norms
+BLOCK_SCORES = 2**20  # scores of one head computed at once, without the kernel
 
 
 def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call) -> None:
-    """Lift `largest`, a float32 a query head, to the largest score of every head that has one above the limit.
+    """Raise `largest`, float32 (heads,), to the largest score of each head that has a score above the limit.
 
-    A score that is no number counts as ∞. `calls` goes up by one.
+    NaN counts as ∞. `calls` is incremented by one.
 
     >>> from attnscale.visibility import EVERYTHING
     >>> query, key = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 5, 4)
@@ -42,13 +42,13 @@ def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call) ->
 
 
 def _highest_added(call: Call) -> Tensor | None:
-    """Return the most that is added to a score, never below 0; None where nothing is."""
+    """Return the largest value added to a score, at least 0; None if nothing is added."""
     bias = call.visibility.bias
     return None if bias is None else bias.amax().float().clamp(min=0.0)
 
 
 def _rows_that_may_pass(limit: Tensor, call: Call) -> list[tuple[int, int, Tensor]]:
-    """Return (entry, head, rows) that may pass the limit; on a device that would have to be waited for, all."""
+    """Return (entry, head, rows) that may exceed the limit; all rows on a GPU, to avoid a synchronisation."""
     query, key = call.query, call.key
     batch, heads, length, _ = query.shape
     if not query.numel() or not key.numel():
@@ -60,15 +60,15 @@ def _rows_that_may_pass(limit: Tensor, call: Call) -> list[tuple[int, int, Tenso
     reach = torch.linalg.vector_norm(query, dim=-1, dtype=wide_dtype(query)) * longest[..., None]
     reach, added = reach * (abs(call.scale) * SLACK), _highest_added(call)
     reach = reach if added is None else reach + added
-    passes = ~(reach <= limit)  # NaN does
+    passes = ~(reach <= limit)  # True for NaN
     found = passes.any(-1).nonzero().tolist()
     return [(entry, head, passes[entry, head].nonzero()[:, 0]) for entry, head in found]
 
 
 def _scores(call: Call, entry: int, head: int, rows: Tensor) -> Tensor:
-    """Return the scores of these rows of a head; −∞ for keys that they do not see."""
+    """Return the scores of these rows of one head; −∞ for hidden keys."""
     query, key = call.query[entry, head, rows], call.key[entry, head // call.group]
-    with without_autocast(query):  # which would make the product narrow again
+    with without_autocast(query):  # autocast would compute the product in half precision
         scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT * call.scale
     scores = scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
     added = call.visibility.at(entry, slice(head, head + 1)).added(rows, slice(0, key.shape[0]), scores)

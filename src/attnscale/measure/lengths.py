@@ -1,4 +1,4 @@
-"""Lengths of vectors, a head at a time: queries, keys, or the gradients that reach them; bounds of scores from them."""
+"""Norms of the queries, keys or gradients of each head, and upper bounds of scores from them."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
 
 def head_lengths(vectors: Tensor) -> Tensor:
-    """√Σx² of each head of (batch, heads, length, features): the length of all its vectors together.
+    """Return √Σx² of each head of (batch, heads, length, features): the norm over all its vectors.
 
     >>> head_lengths(torch.ones(2, 3, 8, 4)).tolist()
     [8.0, 8.0, 8.0]
@@ -23,7 +23,7 @@ def head_lengths(vectors: Tensor) -> Tensor:
 
 
 def lengths_of_both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """head_lengths() of queries, and of the key that each of their heads has: heads may share one.
+    """Return head_lengths() of the queries, and of the keys that each query head uses.
 
     >>> [found.tolist() for found in lengths_of_both(torch.ones(1, 2, 9, 1), torch.ones(1, 1, 4, 1))]
     [[3.0, 3.0], [2.0, 2.0]]
@@ -34,9 +34,10 @@ def lengths_of_both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 def mean_lengths(
     query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)
 ) -> tuple[Tensor, Tensor]:
-    """Return the root mean square length of the queries of each head, and of the keys that it has.
+    """Return the root mean square norm of the queries of each head, and of the keys that it uses.
 
-    `left_out`, (batch or 1, positions) of both, says which do not count; where none would count, all do.
+    `left_out`, boolean (batch or 1, positions) for each of the two, excludes positions. If it would exclude all
+    positions, it is ignored.
 
     >>> [found.tolist() for found in mean_lengths(torch.ones(1, 2, 9, 4), torch.ones(1, 1, 5, 1))]
     [[2.0, 2.0], [1.0, 1.0]]
@@ -52,7 +53,8 @@ def add_lengths_(
 ) -> None:
     """Add Σ‖x‖², the number of vectors and the largest ‖x‖² of queries and keys to `sums`, float64 (2, 3, heads).
 
-    Those of a key are added for each query head that has it. What is left out is (batch or 1, length), boolean.
+    The sums of a key head are added for each query head that shares it. `rows_left_out` and `keys_left_out` are
+    boolean, (batch or 1, length).
 
     >>> sums = torch.zeros(2, 3, 2, dtype=torch.float64)
     >>> add_lengths_(sums, torch.ones(1, 2, 9, 4), torch.ones(1, 1, 5, 1))
@@ -60,9 +62,9 @@ def add_lengths_(
     [[36.0, 9.0, 4.0], [5.0, 5.0, 1.0]]
     """
     call = Call(query, key, key, EVERYTHING, 0.0, 1.0, None)
-    is_alike = query.shape[::3] == key.shape[::3]  # one batch, and vectors of one width
+    is_alike = query.shape[::3] == key.shape[::3]  # equal batch and head_dim
     if is_alike and kernels_take(call) and not is_intercepted(query, key):
-        from attnscale.measure.cuda import lengths as kernel  # not before: a CPU may have no triton
+        from attnscale.measure.cuda import lengths as kernel  # imported late: triton may not be installed
 
         kernel.add_lengths_(sums, query, key, rows_left_out, keys_left_out)
         return
@@ -79,9 +81,9 @@ def add_lengths_(
 
 
 def mean_cosine(query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
-    """Root mean square of the cosine between all queries and all keys, weighted by their lengths: a value a head.
+    """Return the root mean square cosine between all queries and all keys of each head, weighted by their norms.
 
-    That is √(Σ(q·k)² / Σ‖q‖²‖k‖²), which is never above one. `left_out` as in mean_lengths().
+    The formula is √(Σ(q·k)² / Σ‖q‖²‖k‖²), at most one. `left_out` as in mean_lengths().
 
     >>> mean_cosine(torch.ones(1, 2, 3, 4), -torch.ones(1, 1, 5, 4)).tolist()
     [1.0, 1.0]
@@ -98,15 +100,15 @@ def mean_cosine(query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tenso
 
 
 def _shared(of_keys: Tensor, query: Tensor) -> Tensor:
-    """Return the length of the key of each query head, from that of each key."""
+    """Repeat a value per key head for each query head that shares it."""
     group = query.shape[1] // max(len(of_keys), 1)
     return of_keys if group == 1 else of_keys.repeat_interleave(group)
 
 
 def max_bound(call: Call, lse: Tensor | None = None) -> Tensor:
-    """Return an upper bound of each head's scores: |a| · max‖q‖ · max‖k‖, plus the largest bias (Cauchy–Schwarz).
+    """Return an upper bound of each head's scores: |scale| · max‖q‖ · max‖k‖, plus the largest bias (Cauchy–Schwarz).
 
-    No score is above the lse of its row either, where a kernel left that of all rows and each sees a key.
+    If a kernel returned the lse of every row and no key is masked, the largest lse is a tighter bound.
     """
     if not call.query.numel() or not call.key.numel():
         return call.query.new_full(call.query.shape[1:2], -torch.inf)

@@ -1,4 +1,4 @@
-"""Measure one attention: by a kernel, in blocks of rows, or a sample of rows; with its output or without."""
+"""Measurement of one attention: every row or a sample, by a kernel or in blocks of rows, with or without its output."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,26 +25,26 @@ from attnscale.numerics import without_autocast
 from attnscale.torch_internals import in_transform, looks_on, modes_in_place, sdpa_backward, unseen
 from attnscale.visibility import Visibility
 
-OPTIONS = (  # of the ops, but the tensors that are multiplied
+OPTIONS = (  # arguments of the custom ops, except query, key and value
     "Tensor? mask, Tensor? documents_q, Tensor? documents_k, SymInt? last, SymInt? first, float scale, float? softcap"
 )
 ROWS = ", ".join(f"Tensor {name}" for name in ROW_FIELDS)
 
 
 def check_rows(rows: int | None) -> None:
-    """Refuse what is no number of rows."""
+    """Raise SettingError unless `rows` is None or a whole number of at least 1."""
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
         raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
 
 
 def measure(call: Call, rows: int | None) -> ScoreStats:
-    """Measure every row of an attention, or about this many a head; by one op where a mode or compiler is active."""
+    """Measure every row, or about `rows` rows per head; as one custom op if a mode or compiler is active."""
     by_op = unseen(call.query) or looks_on() or (call.query.is_cuda and is_intercepted(call.query, call.key))
     return _measure_by_op(call, rows) if by_op else measured(call, rows)
 
 
 def measured(call: Call, rows: int | None, lse: Tensor | None = None) -> ScoreStats:
-    """Measure every row of an attention, or about this many a head; `lse` is what a kernel left of all rows."""
+    """Measure every row, or about `rows` rows per head; `lse` is the log-sum-exp of every row, if known."""
     call = _with_infinite_mask(call)
     if sampled.measures(call):
         return sampled.measure(call, rows)
@@ -52,7 +52,7 @@ def measured(call: Call, rows: int | None, lse: Tensor | None = None) -> ScoreSt
     if sample is None:
         pool = MeasuredRows(every_row(call))
     else:
-        entries = sample.entries if len(call.query) > 1 else None  # of one entry they are in its order
+        entries = sample.entries if len(call.query) > 1 else None  # not needed for a batch of one
         positions = sample.positions.to(call.query.device, non_blocking=True)
         found = _with_sinks(call, measure_rows(call, positions, entries=entries))
         pool = MeasuredRows(found, max_bound(call, lse), sample)
@@ -61,7 +61,7 @@ def measured(call: Call, rows: int | None, lse: Tensor | None = None) -> ScoreSt
 
 
 def attend_rows(call: Call) -> tuple[Tensor, RowSums]:
-    """Return the output of an attention on a CPU and the sums of every row: from one pass where it gives both."""
+    """Return the output of an attention on a CPU and the sums of every row, from one pass if possible."""
     if not _takes_one_pass(call):
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
@@ -79,7 +79,7 @@ def attends_rows(call: Call) -> bool:
 
 
 def moments_of(call: Call) -> ScoreMoments:
-    """Return the moments of all scores: in linear time where that can be, else by a pass over the scores."""
+    """Return the moments of all scores: in linear time if possible, otherwise from every score."""
     if call.visibility.is_plain and call.softcap is None:
         moments = linear_moments(call.query, call.key, call.scale, call.visibility.is_causal)
         if call.query.device.type != "cpu" or bool(moments.variance.isfinite().all()):
@@ -108,7 +108,7 @@ def _with_sinks(call: Call, rows: RowSums) -> RowSums:
 
 
 def _sample(call: Call, rows: int) -> Sample | None:
-    """Draw rows of all batch entries together on a CPU; on a GPU draw as many of each, ahead of time."""
+    """Draw rows from all batch entries together on a CPU; on a GPU, draw equally many from each, ahead of time."""
     (batch, _, length, _), device, uneven = call.query.shape, call.query.device, not call.visibility.is_full
     if device.type == "cpu":
         foreseen = foreseen_variance(call) if 0 < rows < batch * length else None
@@ -132,7 +132,7 @@ def _takes_one_pass(call: Call) -> bool:
         and min(query.numel(), value.numel()) > 0
         and query.shape[-1] == value.shape[-1]
         and sdpa_backward(None, "cpu") is not None
-        and torch.backends.cuda.flash_sdp_enabled()  # who asks for SDPA's math wants second derivatives
+        and torch.backends.cuda.flash_sdp_enabled()  # users select SDPA's math backend for second derivatives
     )
 
 
@@ -144,7 +144,7 @@ def _learns(call: Call) -> bool:
 def _one_pass(call: Call) -> tuple[Tensor, RowSums]:
     if not modes_in_place():
         return _output_and_rows(call)
-    # products and exponentials would be no attention to a mode that watches a model: one op is
+    # A dispatch mode that watches a model recognises one custom op as attention, but not separate matrix products.
     output, *sums = one_pass(call.query, call.key, call.value, *_options_of(call))
     return output, RowSums(*sums)
 
@@ -186,13 +186,13 @@ def _call_of(
     schema=f"(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor output, {ROWS})",
 )
 def one_pass(*given: Any) -> tuple[Tensor, ...]:
-    """Return the output, and the sums of every row in their order."""
+    """Return the output and the fields of RowSums, in the order of ROW_FIELDS."""
     output, rows = _output_and_rows(_call_of(*given))
     return output, *(getattr(rows, name).clone() for name in ROW_FIELDS)
 
 
 class _Attention(torch.autograd.Function):
-    """Run one pass forward, and torch's own kernel backward, with the lse that the pass found."""
+    """Attention with our one-pass forward and torch's fused backward kernel, started from the lse of our pass."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, found: list[RowSums]) -> Tensor:
@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kernel = sdpa_backward(None, "cpu")
-        assert kernel is not None  # or the output is from elsewhere
+        assert kernel is not None  # checked by _takes_one_pass()
         gradients = kernel(grad.contiguous(), *ctx.saved_tensors, 0.0, ctx.is_causal, scale=ctx.scale)
         return *gradients, None, None
 
@@ -224,7 +224,7 @@ def _measure_by_op(call: Call, rows: int | None) -> ScoreStats:
 def _takes_all(call: Call, rows: int) -> bool:
     batch, length, on_cpu = call.query.shape[0], call.query.shape[2], call.query.device.type == "cpu"
     wanted = max(LEAST_POSITIONS, rows if on_cpu else -(-rows // max(batch, 1)))
-    if wanted >= (batch * length if on_cpu else length):  # noqa: SIM103  # not a symbol
+    if wanted >= (batch * length if on_cpu else length):  # noqa: SIM103  # the branch turns a symbolic boolean into a plain one
         return True
     return False
 
@@ -235,7 +235,7 @@ def _takes_all(call: Call, rows: int) -> bool:
     schema=f"(Tensor query, Tensor key, {OPTIONS}, Tensor? sinks, SymInt? rows) -> (Tensor, Tensor)",
 )
 def measured_scores(query: Tensor, key: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """Return the table of the heads, and its uncertainty where some rows stand for all."""
+    """Return the table of the heads, and its packed uncertainty if rows were sampled."""
     *options, rows = given
     pooled = measured(_call_of(query, key, key, *options), rows).pooled
     nothing = pooled.sums.new_zeros(len(pooled.sums), packed_size(len(SUMS)) if rows is not None else 0)

@@ -1,9 +1,9 @@
 """Mean, variance and variance within rows of every score in linear time.
 
-Row i has the mean q_i·k̄ over all keys, and its scores lie about it by w_ij = q_i·(k_j − k̄). Σ w² over rows and the
-keys that they all see is ⟨QᵀQ, Σ(k − k̄)(k − k̄)ᵀ⟩. Causal, it goes block by block: with the Gram matrix of the keys
-before the block, and the lower triangle of the block's own scores. Queries are centred too, so that a large mean of
-either does not swallow the variance.
+Row i has the mean q_i·k̄ over all keys, and its scores deviate from it by w_ij = q_i·(k_j − k̄). Summed over all rows
+and keys, Σ w² = ⟨QᵀQ, Σ(k − k̄)(k − k̄)ᵀ⟩. Causal attention is computed block by block, from the Gram matrix of the
+keys before the block and the lower triangle of the block's own scores. Queries are also centred, so that a large mean
+does not cancel the digits of the variance.
 """
 
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from attnscale.numerics import wide_dtype
 from attnscale.visibility import Visibility
 
 LINEAR = "linear time"
-BLOCK = 128  # rows whose own triangle of scores is formed; as wide as a head, it costs as much as a Gram matrix
+BLOCK = 128  # rows per block; with head_dim 128 its triangle of scores costs as much as a Gram matrix
 
 
 @dataclass(frozen=True)
 class ScoreMoments:
     """Number of scores of each head, their mean and their variance; `a + b` merges (Chan et al. 1979).
 
-    Of disjoint rows all of it merges. Of the same rows over other keys the variance within rows does not: how far the
-    means of a row lie apart is not kept.
+    Merging disjoint rows is exact. Merging the same rows over different keys gives a wrong variance within rows,
+    because the mean of each row is not kept.
     """
 
     count: Tensor
     mean: Tensor
     variance: Tensor
-    variance_within_rows: Tensor  # about the mean of their own row, which is all that softmax sees
+    variance_within_rows: Tensor  # about the mean of each row; softmax ignores a shift of a whole row
     method: str = LINEAR
 
     def __add__(self, other: "ScoreMoments") -> "ScoreMoments":
@@ -47,12 +47,13 @@ class ScoreMoments:
 
 
 def linear_moments(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> ScoreMoments:
-    """Return the moments of query (batch, heads, q_len, head_dim) on key (batch, kv_heads, kv_len, head_dim)."""
+    """Return the moments for query (batch, heads, q_len, head_dim) and key (batch, kv_heads, kv_len, head_dim)."""
     (batch, heads, q_len, head_dim), kv_len = query.shape, key.shape[-2]
     visible = Visibility.of(None, is_causal).counts_at(torch.arange(q_len, device=query.device), kv_len)
     pairs, group = batch * int(visible.sum()), heads // key.shape[1]
     query_mean, key_mean = _mean(query), _mean(key).repeat_interleave(group, dim=1)
-    # of q⁺ = (q − q̄, 1) and k⁺ = (k − k̄, q̄·(k − k̄)), with q⁺·k⁺ = q·(k − k̄): sums over keys that all rows see
+    # Sums over the keys that all rows of a block see, of k⁺ = (k − k̄, q̄·(k − k̄)). With q⁺ = (q − q̄, 1),
+    # q⁺·k⁺ = q·(k − k̄).
     key_sums = query.new_zeros(batch, heads, head_dim + 1, dtype=torch.float64)
     key_gram = query.new_zeros(batch, heads, head_dim + 1, head_dim + 1, dtype=torch.float64)
     squares, means = query.new_zeros(batch, heads, dtype=torch.float64), [query.new_zeros(batch, heads, 0).double()]

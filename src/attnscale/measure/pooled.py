@@ -1,8 +1,8 @@
-"""Pooled rows of each head: sums from which every statistic is read, and which merge over disjoint rows.
+"""Sums over the rows of each head. Every statistic is computed from them, and sums of disjoint rows merge.
 
-The sums are estimates for all rows where only some were measured; the uncertainty of the estimates adds up too. Scores
-enter as deviations from the head's mean, which a merge moves (Chan et al. 1979): n, Σ(s − μ), Σ(s − μ)² of a row
-become, for a mean lower by δ, n, Σ(s − μ) + nδ and Σ(s − μ)² + 2δΣ(s − μ) + nδ².
+If rows were sampled, the sums are estimates for all rows, and their uncertainties merge too. Scores enter as deviations
+from the mean μ of the head. A merge changes that mean (Chan et al. 1979): if it becomes lower by δ, then n, Σ(s − μ)
+and Σ(s − μ)² of a row become n, Σ(s − μ) + nδ and Σ(s − μ)² + 2δΣ(s − μ) + nδ².
 """
 
 import math
@@ -25,14 +25,14 @@ from attnscale.measure.uncertainty import merged as merged_uncertainty
 from attnscale.theory.limits import SATURATED_TOP1
 from attnscale.torch_internals import in_transform
 
-# What is summed over rows; the first three are moved by a merge, `within` is about each row's own mean.
+# Quantities summed over rows. A merge shifts the first three; `within` is relative to the mean of each row.
 SUMS = (
     "scores", "deviations", "squares", "within",
     "rows", "entropy", "rows_of_several", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys",
     "sink", "learned_sink",
 )  # fmt: skip
 NUMBERS = ("rows", "count", "mean", "max", "max_bound", "max_above_mean")
-FINISHED = (  # what is divided when it is shown, or by a kernel
+FINISHED = (  # quotients of sums: computed when read, or by a kernel
     "variance", "std", "variance_within_rows", "std_within_rows",
     "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys", "sink", "learned_sink",
 )  # fmt: skip
@@ -41,33 +41,33 @@ TABLE = len(NUMBERS) + len(SUMS) + len(FINISHED) + 2
 
 @dataclass(frozen=True)
 class Pooled:
-    """The rows of every head in one: what ScoreStats reads its statistics from."""
+    """Sums over the rows of every head, from which ScoreStats computes its statistics."""
 
-    rows: Tensor  # looked at, with at least one visible key
-    count: Tensor  # scores looked at
-    mean: Tensor  # of the scores
+    rows: Tensor  # number of measured rows with at least one visible key
+    count: Tensor  # number of measured scores
+    mean: Tensor  # mean score
     max: Tensor
     max_bound: Tensor
-    max_above_mean: Tensor  # of its row
+    max_above_mean: Tensor  # largest score above the mean of its row
     sums: Tensor  # (heads, len(SUMS)), float64
-    errors: Uncertainty | Callable[[], Uncertainty] | None = None  # of the sums, or how to tell them; None where exact
-    finished: Mapping[str, Tensor] = field(default_factory=dict)  # statistics that a kernel has divided already
+    errors: Uncertainty | Callable[[], Uncertainty] | None = None  # uncertainty of the sums; None if exact
+    finished: Mapping[str, Tensor] = field(default_factory=dict)  # statistics that a kernel has already divided
 
     @cached_property
     def uncertainty(self) -> Uncertainty | None:
-        """Uncertainty of the sums, formed when it is asked for."""
+        """Uncertainty of the sums, computed when first read."""
         return self.errors() if callable(self.errors) else self.errors
 
 
 @dataclass(frozen=True, eq=False)  # a hash of its fields fails in a graph of torch 2.11
 class Table:
-    """Heads that a kernel has pooled: NUMBERS, SUMS, FINISHED and, as int64, rows and count; float64 (heads, TABLE)."""
+    """Table written by a kernel, float64 (heads, TABLE): NUMBERS, SUMS, FINISHED, and rows and count as int64."""
 
     columns: Tensor
     errors: Callable[[], Uncertainty] | None = None
 
     def __call__(self) -> Pooled:
-        """Return views of it: reading launches nothing, and reads what a replayed graph has written."""
+        """Return views of the table: they launch no kernel, and show the values that a replayed CUDA graph wrote."""
         numbers, sums, shown = self.columns.split([len(NUMBERS), len(SUMS), len(FINISHED) + 2], dim=-1)
         looked_rows, looked_scores, mean, largest, bound, above = numbers.unbind(-1)
         *columns, rows, count = shown.unbind(-1)
@@ -84,20 +84,20 @@ class MeasuredRows:
     """Rows of one call, pooled when a statistic is first read."""
 
     rows: RowSums
-    bound: Tensor | None = None  # upper bound of the scores of each head, where only some rows were measured
+    bound: Tensor | None = None  # upper bound of the scores of each head, if rows were sampled
     sample: Sample | None = None
 
     def __call__(self) -> Pooled:
-        """Pool them, with the uncertainty of what was not measured."""
+        """Pool the rows, with their sampling uncertainty."""
         return pool_rows(self.rows, self.bound, self.sample)
 
 
 def pool_rows(
     rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None, *, errors: bool = True
 ) -> Pooled:
-    """Pool the rows of each head over batch and position; of sampled rows, estimate what all of them would give.
+    """Pool the rows of each head over batch and position; from sampled rows, estimate the sums over all rows.
 
-    Without `errors`, the rows are not kept, from which standard errors are told.
+    `errors=False` frees the rows, but standard errors are then not available.
     """
     seen = rows.visible > 0
     weight = None if sample is None else sample.weights.to(rows.max.device, non_blocking=True)
@@ -107,7 +107,7 @@ def pool_rows(
         for quantity in _quantities(rows, seen, mean)
     ]
     pooled = torch.stack(sums, dim=-1)
-    pooled[:, SUMS.index("deviations")] = 0.0  # by construction; what is left is rounding
+    pooled[:, SUMS.index("deviations")] = 0.0  # zero by construction, except for rounding
     highest, above = _highest(rows.max, seen), _highest(rows.max.double() - rows.mean.double(), seen)
     return Pooled(
         rows=seen.sum((0, 2)),
@@ -122,7 +122,7 @@ def pool_rows(
 
 
 def uncertainty_of(rows: RowSums, sample: Sample, mean: Tensor) -> Uncertainty:
-    """Return the uncertainty of the sums of sampled rows about this mean: most of the work where rows are few."""
+    """Return the uncertainty of the sums of sampled rows, with deviations from this mean."""
     kept = [sample.by_stratum(quantity) for quantity in _quantities(rows, rows.visible > 0, mean)]
     least = sample.by_stratum(chance_of_participation(rows, sample.length))
     features = torch.stack(kept, dim=-1)
@@ -136,14 +136,14 @@ def _mean(rows: RowSums, weight: Tensor | None) -> Tensor:
 
 
 def _highest(values: Tensor, seen: Tensor) -> Tensor:
-    """Return the largest of each head over its rows, (batch, heads, rows); −∞ where it has none."""
+    """Return the largest value of each head over its rows, (batch, heads, rows); −∞ for a head without rows."""
     if not seen.numel():
         return torch.full(seen.shape[1:2], -math.inf, dtype=torch.float64, device=seen.device)
     return torch.where(seen, values, -math.inf).amax((0, 2)).double()
 
 
 def _quantities(rows: RowSums, seen: Tensor, mean: Tensor) -> Iterator[Tensor]:
-    """Yield what is summed over rows, in the order of SUMS, one at a time: (batch, heads, rows) in float64."""
+    """Yield the quantities of SUMS in order, one at a time to save memory: float64 (batch, heads, rows)."""
     nothing = torch.zeros((), dtype=torch.float64, device=rows.max.device)
     yield rows.visible.double()
     away = torch.where(seen, rows.mean.double() - mean[:, None], nothing)
@@ -172,7 +172,7 @@ def _quantities(rows: RowSums, seen: Tensor, mean: Tensor) -> Iterator[Tensor]:
 
 
 def merged(parts: list[Pooled]) -> Pooled:
-    """Merge the rows of all parts, in whatever order, up to float64 rounding."""
+    """Merge the rows of all parts; their order changes the result only by float64 rounding."""
     scores = [part.sums[:, SUMS.index("scores")] for part in parts]
     total = torch.stack(scores).sum(0)
     weighted = [own * part.mean for own, part in zip(scores, parts, strict=True)]
@@ -194,14 +194,14 @@ def merged(parts: list[Pooled]) -> Pooled:
 
 
 def _moved(sums: Tensor, delta: Tensor) -> Tensor:
-    """Return sums about a mean as sums about a mean that is lower by delta."""
+    """Convert sums of deviations from a mean to deviations from a mean lower by delta."""
     scores, deviations, squares = sums[:, :3].unbind(-1)
     about = scores, deviations + delta * scores, squares + 2 * delta * deviations + delta**2 * scores
     return torch.cat([torch.stack(about, dim=-1), sums[:, 3:]], dim=-1)
 
 
 def _move(delta: Tensor) -> Tensor:
-    """Return the matrix that turns sums about a mean into sums about a mean lower by delta, (heads, sums, sums)."""
+    """Return _moved() as a matrix, (heads, sums, sums)."""
     matrix = torch.eye(len(SUMS), dtype=delta.dtype, device=delta.device).repeat(delta.shape[0], 1, 1)
     matrix[:, 1, 0] = delta
     matrix[:, 2, 0] = delta**2
@@ -210,7 +210,7 @@ def _move(delta: Tensor) -> Tensor:
 
 
 def pack(pooled: Pooled) -> Tensor:
-    """Return everything of every head in one float64 row: numbers, sums, their uncertainty."""
+    """Pack the numbers, sums and uncertainty of each head into one float64 row."""
     numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
     uncertainty = Uncertainty.none(pooled.sums) if pooled.errors is None else pooled.uncertainty
     assert uncertainty is not None
@@ -218,7 +218,7 @@ def pack(pooled: Pooled) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Pooled:
-    """Return what pack() was called on."""
+    """Reverse pack()."""
     numbers, sums, rest = packed.split([len(NUMBERS), len(SUMS), packed_size(len(SUMS))], dim=-1)
     rows, count, mean, largest, bound, above = numbers.unbind(-1)
     return Pooled(

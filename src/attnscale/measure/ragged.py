@@ -1,4 +1,4 @@
-"""Statistics of ragged batches, nested or packed: the rows of all sequences are the rows of each head."""
+"""Statistics of ragged batches, nested or packed, over the rows of all sequences."""
 
 from typing import Any
 
@@ -42,8 +42,8 @@ def attention_varlen_with_stats(
 ) -> tuple[Tensor, ScoreStats]:
     """Return attention_varlen() and the statistics of the same scores, each row over the keys of its own sequence.
 
-    `rows=N` measures about N rows a head, or all where that costs less: `exact` says which. torch.compile runs this
-    outside its graph.
+    `rows=N` measures about N rows per head, or every row if that is cheaper; `exact` is True if every row was
+    measured. torch.compile runs this function outside its graph.
 
     >>> import torch
     >>> tokens = torch.zeros(7, 2, 4)
@@ -68,20 +68,20 @@ def _attention_with_stats(
 def nested_attention_with_stats(
     query: Tensor, key: Tensor, value: Tensor, rows: int | None, *options: Any
 ) -> tuple[Tensor, ScoreStats]:
-    """Return the output, nested as the query is, and the statistics of its scores."""
+    """Return the output, nested like the query, and the statistics of its scores."""
     ragged, wrap = nested_call(query, key, value, *options)
     output, stats = _attend(ragged, rows)
     return wrap(output), stats
 
 
 def nested_score_stats(query: Tensor, key: Tensor, rows: int | None, *options: Any) -> ScoreStats:
-    """Return the statistics of every sequence with itself."""
+    """Return score statistics over all sequences of nested tensors."""
     with torch.no_grad(), without_autocast(query), without_modes():
         return _measure(nested_call(query, key, key, *options)[0], rows)
 
 
 def nested_score_moments(query: Tensor, key: Tensor, *options: Any) -> ScoreMoments:
-    """Return the moments of every sequence with itself, in linear time where that can be."""
+    """Return score moments over all sequences of nested tensors, in linear time if possible."""
     with torch.no_grad(), without_autocast(query):
         ragged, _ = nested_call(query, key, key, *options)
         found = [moments_of(call) for call in ragged.calls() if call.query.numel() and call.key.numel()]
@@ -92,7 +92,7 @@ def nested_score_moments(query: Tensor, key: Tensor, *options: Any) -> ScoreMome
 
 
 def _attend(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreStats]:
-    """Return the output of every sequence, (1, heads, total, value_dim), and the statistics of about these rows."""
+    """Return the output, (1, heads, total, value_dim), and statistics of every row or of about `rows` rows per head."""
     refuse_vmap(ragged.rows.offsets, ragged.row.query)
     if on_cuda.attends_to_sequences(ragged) if rows is None else on_cuda.attends_to_sequences_for_less(ragged):
         return on_cuda.attend_to_sequences(ragged)

@@ -1,7 +1,7 @@
-"""Sums of each row of scores on a CPU, a block of rows at a time: any mask, bias and soft-cap; other devices too.
+"""Sums of each row of scores, one block of rows at a time, with any mask, bias and soft-cap; written for CPUs.
 
-The output of the attention comes from the same scores where it is wanted: they and their exponentials are most of the
-work of both. Inside, scores are in bits, s·log₂e: 2ˣ is three times as fast as eˣ, thirty times where it underflows.
+The attention output can be computed from the same scores, because scores and their exponentials are most of the work.
+Scores are in bits internally, s·log₂e: 2ˣ is three times as fast as eˣ, and thirty times as fast if it underflows.
 """
 
 import math
@@ -20,31 +20,31 @@ from attnscale.measure.threads import share
 from attnscale.numerics import is_surely_finite, wide_dtype
 from attnscale.visibility import COUNTING_ROWS, Visibility
 
-HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN
-BITS = math.log2(math.e)  # in a score of one
-SUMS = 7  # of a row: max, Σw, Σ(s−m), ‖w‖, ‖s−m‖, Σw(s−m), s₁−m, with w = 2^{s−m}
-CORE_SCORES = 2**17  # scores of several heads at a time on a core: two buffers of 512 KB, which its cache holds
-JOINED_SCORES = 2**18  # for each of torch's own threads: to begin an operation on them takes longer than a nearby cache
-ROW_SCORES = 2**19  # and of one head, where keys are many
-DEVICE_SCORES = 2**26  # scores at a time on a GPU: two of 256 MB
-LEAST_ROWS, MOST_ROWS = 32, 128  # of one product on a CPU: fewer make it slow, more hide much of a causal block
-WORTH_A_THREAD = 2**20  # scores; for fewer, the cores that torch's own threads hold while they wait for work are missed
+HIDDEN = 1e30  # subtracted from a hidden score; finite, because −∞ times zero is NaN
+BITS = math.log2(math.e)  # bits per nat
+SUMS = 7  # sums per row: max, Σw, Σ(s−m), ‖w‖, ‖s−m‖, Σw(s−m), s₁−m, with w = 2^{s−m}
+CORE_SCORES = 2**17  # scores of several heads per block on one core: two buffers of 512 KB fit its cache
+JOINED_SCORES = 2**18  # per thread, if torch's own threads share a block: larger, because each op must start them
+ROW_SCORES = 2**19  # limit for one head with many keys
+DEVICE_SCORES = 2**26  # scores per block on a GPU: two buffers of 256 MB
+LEAST_ROWS, MOST_ROWS = 32, 128  # per product on a CPU: fewer are slow, more waste work on hidden keys if causal
+WORTH_A_THREAD = 2**20  # scores; with fewer, torch's own waiting threads occupy the cores that ours need
 
 
 class Strip(NamedTuple):
-    """Part of the rows and heads of one batch entry: a task of a thread, which passes over it block by block."""
+    """Part of the rows and heads of one batch entry: the task of one thread, which processes it block by block."""
 
     entry: int
     heads: slice
-    rows: slice  # of the query, or of the positions given
+    rows: slice  # of the query, or of `positions` if rows are sampled
 
 
 class Cut(NamedTuple):
-    """Strips of all rows, the rows of one that are passed over at once, and the number of threads."""
+    """Division of all rows into strips for threads, and of each strip into blocks of rows."""
 
     strips: tuple[Strip, ...]
-    block: int
-    threads: int  # that they are worth, on a CPU
+    block: int  # rows processed at once
+    threads: int  # number of threads that pay off on a CPU
 
 
 def measure_rows(
@@ -52,8 +52,8 @@ def measure_rows(
 ) -> RowSums:
     """Return the sums of every row, or of the rows at these positions; fill `output` with softmax(scores) V.
 
-    `positions` are (rows,), or of each batch entry others, (batch, rows). `entries` are those of each
-    position: all of them are then the rows of one.
+    `positions` are (rows,), or (batch, rows) if they differ by batch entry. With `entries`, (rows,), row i is
+    positions[i] of batch entry entries[i], and the result has a batch of one.
     """
     if positions is not None and entries is not None:
         return _measure_entries(call, positions, entries)
@@ -72,12 +72,12 @@ def _measure_entries(call: Call, positions: Tensor, entries: Tensor) -> RowSums:
 
 
 def rows_of(scores: Tensor, visible: Tensor | None) -> RowSums:
-    """Return the sums of rows of scores, (batch, heads, rows, keys), in float32 at least; visible None: all."""
+    """Return the sums of each row of scores, (batch, heads, rows, keys), at least float32; `visible=None` sees all."""
     *shape, keys = scores.shape
     if visible is None:
         count = torch.full((1,), keys, device=scores.device).expand(shape)
     else:
-        count, scores = visible.sum(-1), scores.clamp(min=-HIDDEN)  # −∞ times zero is NaN
+        count, scores = visible.sum(-1), scores.clamp(min=-HIDDEN)  # because −∞ times zero is NaN
     sums = _sums_of(scores, visible)
     return finished(_sums_of(scores.double(), visible) if past_float32(sums) else sums, count)
 
@@ -94,7 +94,7 @@ def _sums_of(scores: Tensor, visible: Tensor | None) -> Tensor:
 def _passed_over(call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None) -> Tensor:
     sums = _sums(call, positions, visible, cut, output, wide_dtype(call.query))
     if output is not None:
-        output.div_(sums[1].clamp(min=1.0).unsqueeze(-1))  # only a row that sees nothing has less; its output is zero
+        output.div_(sums[1].clamp(min=1.0).unsqueeze(-1))  # below 1 only for a row without keys, with output zero
     return _sums(call, positions, visible, cut, None, torch.float64) if past_float32(sums) else sums
 
 
@@ -108,9 +108,9 @@ def _sums(
 
 
 def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
-    """Return the visible keys of each row, or of the rows at these positions: (batch, heads, rows), expanded."""
+    """Return the number of visible keys of each row, or of the rows at these positions: (batch, heads, rows)."""
     (batch, heads, q_len, _), seen = call.query.shape, call.visibility
-    if positions is not None and positions.dim() == 1 and seen.documents is not None:  # to count all is quadratic
+    if positions is not None and positions.dim() == 1 and seen.documents is not None:  # counting all rows is quadratic
         every_key = slice(0, call.key.shape[-2])
         shown = [seen.shown(some, every_key, call.query.device) for some in positions.split(COUNTING_ROWS)]
         return torch.cat([each.sum(-1) for each in shown if each is not None], dim=-1).expand(batch, heads, -1)
@@ -131,14 +131,14 @@ class Pass:
 
     call: Call
     positions: Tensor | None
-    block: int  # rows
+    block: int  # rows processed at once
     sums: Tensor  # (SUMS, batch, heads, rows)
-    output: Tensor | None  # (batch, heads, rows, value_dim), times Σw; None: not wanted
+    output: Tensor | None  # (batch, heads, rows, value_dim), times Σw; None if not requested
 
     def measure(self, strips: Iterator[Strip]) -> None:
-        """Fill in the sums of these strips, and their output."""
+        """Fill in the sums of these strips, and their output if requested."""
         chosen = dict[tuple[int, int], Tensor]()
-        room = self.sums.new_empty(0)  # one buffer for all strips: to touch new pages takes longer than to fill them
+        room = self.sums.new_empty(0)  # reused for all strips: a page fault costs more than filling the page
         with torch.no_grad():
             for strip in strips:
                 query = self._query(strip, chosen)
@@ -160,7 +160,7 @@ class Pass:
             at = self._positions(strip.entry, rows)
             ends = self._ends(at)
             keys = seen.span(*ends, key.shape[-1])
-            if keys.start == keys.stop:  # rows that see nothing: their sums and their output are zero
+            if keys.start == keys.stop:  # rows without visible keys: sums and output are zero
                 for empty in (sums[index], *(() if outputs is None else [outputs[index]])):
                     empty.zero_()
                 continue
@@ -173,14 +173,14 @@ class Pass:
                 torch.bmm(both[0], value[:, keys], out=outputs[index])
 
     def _query(self, strip: Strip, chosen: dict[tuple[int, int], Tensor]) -> Tensor:
-        """Return (heads, rows, head_dim), with products that are scores; rows `chosen` before, of all heads."""
+        """Return the scaled queries of a strip, (heads, rows, head_dim); `chosen` caches sampled rows of all heads."""
         query = self.call.query[strip.entry]
         at = self._positions(strip.entry, strip.rows)
         if isinstance(at, slice):
             return self._scaled(query[strip.heads, at])
         known = strip.entry, strip.rows.start
         if known not in chosen:
-            # heads of a row lie side by side in most models: chosen by row, they are copied in one piece
+            # In most models the heads of a row are adjacent in memory: index_select copies a whole row at once.
             chosen[known] = self._scaled(query.transpose(0, 1).index_select(0, at)).transpose(0, 1)
         return chosen[known][strip.heads]
 
@@ -188,18 +188,21 @@ class Pass:
         return query.to(self.sums.dtype) * (self.call.scale * BITS)
 
     def _of(self, tensor: Tensor, strip: Strip) -> Tensor:
-        """Return the key or value of these query heads."""
+        """Return the keys or values that the query heads of a strip use."""
         if self.call.group == 1:
             return tensor[strip.entry, strip.heads].to(self.sums.dtype)
         shared = torch.arange(strip.heads.start, strip.heads.stop, device=tensor.device) // self.call.group
         return tensor[strip.entry, shared].to(self.sums.dtype)
 
     def _is_worth_a_copy(self, query: Tensor) -> bool:
-        """Return True if keys, turned so that a product reads them in a row, are used by several blocks."""
+        """Return True if enough blocks use the transposed keys to pay for a contiguous copy."""
         return query.device.type == "cpu" and query.shape[-2] >= 4 * self.block
 
     def _shown(self, seen: Visibility, at: slice | Tensor, lowest: int, keys: slice, scores: Tensor) -> Tensor | None:
-        """Cap and bias the scores; return 1 or 0 for each of the last columns, shown or hidden; None: all shown."""
+        """Apply soft-cap and bias; return 1 for visible and 0 for hidden keys of the last columns; None if all visible.
+
+        All keys before the last columns are visible.
+        """
         cap = self.call.softcap
         if cap is not None:
             scores.div_(cap * BITS).tanh_().mul_(cap * BITS)
@@ -214,13 +217,12 @@ class Pass:
         return shown.to(scores.dtype)
 
     def _positions(self, entry: int, rows: slice) -> slice | Tensor:
-        """Return the positions of these rows in the query."""
         if self.positions is None:
             return rows
         return (self.positions if self.positions.dim() == 1 else self.positions[entry])[rows]
 
     def _ends(self, at: slice | Tensor) -> tuple[int, int]:
-        """Return the first and the last of these rows; of rows chosen on a GPU, of all: to look would be to wait."""
+        """Return the first and last position of these rows; of all rows on a GPU, to avoid a synchronisation."""
         if isinstance(at, slice):
             return at.start, at.stop - 1
         if self.call.visibility.is_full or at.device.type != "cpu":
@@ -230,9 +232,9 @@ class Pass:
 
 
 def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
-    """Write the sums of each row of scores, the second of `both`; leave 2^{s−m} in the first, 0 where hidden."""
+    """Write the sums of each row of the scores in both[1]; write 2^{s−m} to both[0], 0 for hidden keys."""
     weights, below = both
-    # Hidden keys by adds and products, which run at full speed, over the columns where there may be some.
+    # Additions and products hide keys faster than masked ops. Only the last columns may have hidden keys.
     last = slice(below.shape[-1] - (0 if shown is None else shown.shape[-1]), None)
     if shown is not None:
         below[..., last].add_(shown - 1.0, alpha=HIDDEN)
@@ -255,21 +257,21 @@ def _first_shown(scores: Tensor, shown: Tensor) -> Tensor:
 
 
 def past_float32(sums: Tensor) -> bool:
-    """Return True if squares of these scores are past float32, on a CPU: a GPU would have to be waited for."""
+    """Return True if squares of the scores overflow float32; checked on a CPU only, since a GPU would synchronise."""
     return sums.device.type == "cpu" and not is_surely_finite(sums[4]) and bool(sums[4].isinf().any())
 
 
 def finished(sums: Tensor, visible: Tensor) -> RowSums:
-    """Return the sums that reduce_rows() wrote as they are kept, scores in nats again.
+    """Convert the sums of reduce_rows() to RowSums, with scores in nats.
 
-    The sums are left as they are: they may be of inference mode.
+    Does not change `sums` in place, since it may be an inference tensor.
     """
     total, powers = sums[1], sums[3]
     highest, below, deviation, gap, first = (sums[each] / BITS for each in (0, 2, 4, 5, 6))
-    some, count = total.clamp(min=1.0), visible.clamp(min=1).to(total.dtype)  # a row that sees nothing keeps its zeros
-    # moments about the maximum, which is never far: a large mean does not swallow the variance
+    some, count = total.clamp(min=1.0), visible.clamp(min=1).to(total.dtype)  # a row without keys keeps its zeros
+    # Moments are relative to the maximum, so that a large mean does not cancel the digits of the variance.
     highest, mean = highest.masked_fill_(visible == 0, -math.inf), below.div_(count)
-    squares = deviation.double().square() - count * mean.double().square()  # of scores past 1e19, past float32
+    squares = deviation.double().square() - count * mean.double().square()  # overflows float32 for scores above 1e19
     return RowSums(
         visible=visible,
         max=highest,
@@ -283,7 +285,7 @@ def finished(sums: Tensor, visible: Tensor) -> RowSums:
 
 
 def in_strips(call: Call, entries: Sequence[tuple[int, int]]) -> Cut:
-    """Return the rows of each batch entry, from one to another, in strips."""
+    """Divide the rows start:stop of each batch entry into strips."""
     heads, keys, is_here = call.query.shape[1], call.key.shape[-2], call.query.device.type == "cpu"
     threads = torch.get_num_threads() if is_here else 0
     return _cut_for(heads, keys, tuple(entries), threads, call.visibility.is_causal)
@@ -291,9 +293,9 @@ def in_strips(call: Call, entries: Sequence[tuple[int, int]]) -> Cut:
 
 @lru_cache(maxsize=64)
 def _cut_for(heads: int, keys: int, entries: tuple[tuple[int, int], ...], threads: int, is_causal: bool) -> Cut:
-    """Return blocks that stay in a core's cache, or that fill a GPU, and strips of them that are worth a thread.
+    """Return blocks that fit a core's cache or fill a GPU, and strips large enough to pay for a thread.
 
-    `threads` are torch's own on a CPU, and none on a GPU.
+    `threads` is torch's number of threads on a CPU, and 0 on a GPU.
     """
     rows = max((stop - start for start, stop in entries), default=0)
     if not min(heads, rows, keys):
@@ -302,17 +304,17 @@ def _cut_for(heads: int, keys: int, entries: tuple[tuple[int, int], ...], thread
     if threads:
         scores = CORE_SCORES if worth else JOINED_SCORES * threads
         block = max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
-        block = min(block, -(-rows // 2)) if is_causal else block  # the first half sees much less
+        block = min(block, -(-rows // 2)) if is_causal else block  # the first half sees far fewer keys
     else:
         scores, block = DEVICE_SCORES, max(MOST_ROWS, DEVICE_SCORES // (heads * keys))
     block = min(block, rows)
-    together = -(-heads // -(-heads * block * keys // scores))  # of one size
+    together = -(-heads // -(-heads * block * keys // scores))  # heads per block, in groups of equal size
     strip = block * max(1, WORTH_A_THREAD // (together * block * keys))
     strips = (
         Strip(entry, slice(head, min(head + together, heads)), slice(row, min(row + strip, stop)))
         for entry, (start, stop) in enumerate(entries)
         for head in range(0, heads, together)
-        # the longest of a causal head first: the threads end together
+        # The last rows of a causal head see most keys. Starting with them lets all threads end at about the same time.
         for row in reversed(range(start, stop, strip))
     )
     return Cut(tuple(strips), block, worth)

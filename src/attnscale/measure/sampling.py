@@ -1,8 +1,8 @@
-"""Sampled rows, drawn without replacement in strata of neighbouring positions.
+"""Rows sampled without replacement, in strata of neighbouring positions.
 
-Rows whose scores should have an unusual variance are taken for certain. A CPU draws from all batch entries together.
-Kernels of a GPU take as many rows of each entry. Attention written out takes the same rows of every entry: each then
-stands for that row of the whole batch (a cluster).
+Rows with an unusually large predicted variance are always included. On a CPU, rows are drawn from all batch entries
+together. GPU kernels draw equally many rows from each entry. Attention written out in Python uses the same rows of
+every entry, as a cluster sample.
 """
 
 from collections.abc import Callable
@@ -18,42 +18,42 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.numerics import is_surely_finite, wide_dtype
 
-ROWS_A_STRATUM = 3  # neighbouring positions are alike; three of each tell how much they differ
-LEAST_POSITIONS = 2  # one alone tells nothing about the spread between rows
-CERTAIN_SHARE = 4  # where rows see unlike numbers of keys, one row in four goes to the first positions, all of them
-STANDING_OUT_SHARE = 8  # and one in eight to rows foreseen to stand out, if any is
-STANDS_OUT = 3.0  # times the usual variance of a row's scores: what a sample without such a row would not tell
-FORESEEN_KEYS = 256  # whose covariance is taken: enough to tell rows apart, and cheap beside looking at some of them
-SOURCE = np.random.default_rng(0)  # of its own: measuring a model must not change the random numbers it trains with
+ROWS_A_STRATUM = 3  # enough to estimate the variance between neighbouring positions
+LEAST_POSITIONS = 2  # one position gives no variance between rows
+CERTAIN_SHARE = 4  # if rows see different numbers of keys, 1/4 of the sampled rows are the first positions
+STANDING_OUT_SHARE = 8  # at most 1/8 of the sampled rows are predicted outliers
+STANDS_OUT = 3.0  # an outlier has at least 3 times the mean predicted variance of a row
+FORESEEN_KEYS = 256  # keys used for the prediction: enough to find outliers, and cheaper than measuring rows
+SOURCE = np.random.default_rng(0)  # separate generator: measuring must not change the random numbers of training
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Sampled positions by stratum, and how many rows each stratum has: of one entry, or of all where entries say."""
+    """Sampled positions, the stratum of each, and the number of positions in each stratum."""
 
-    positions: Tensor  # (rows,), or of each batch entry others, (batch, rows)
+    positions: Tensor  # (rows,), or (batch, rows) if they differ by batch entry
     stratum: Tensor  # (rows,)
     sizes: Tensor  # (strata,)
-    entries: Tensor | None = None  # (rows,) the batch entry of each; None: so many of every entry
-    foreseen: Callable[[], Tensor] | None = None  # cumulants of what was foreseen of all rows
+    entries: Tensor | None = None  # (rows,), batch entry of each row; None if the sample applies to every entry
+    foreseen: Callable[[], Tensor] | None = None  # cumulants of the variance predicted for all rows
 
     @property
     def length(self) -> int:
-        """Number of positions in all."""
+        """Total number of positions."""
         return int(self.sizes.sum())
 
     @property
     def weights(self) -> Tensor:
-        """Number of positions that each sampled one stands for."""
+        """Number of positions that each sampled position represents."""
         taken = torch.bincount(self.stratum, minlength=len(self.sizes)).clamp(min=1)
         return (self.sizes / taken)[self.stratum]
 
     def by_stratum(self, quantity: Tensor) -> Tensor:
-        """Return (batch, heads, rows) as (heads, rows) of of_all_entries(), or summed over the batch."""
+        """Reshape (batch, heads, rows) to the rows of of_all_entries(), (heads, rows), or sum over the batch."""
         return quantity.transpose(0, 1).flatten(1) if self.positions.dim() == 2 else quantity.sum(0)
 
     def of_all_entries(self) -> "Sample":
-        """Return the same with the rows of all batch entries in one, each entry in strata of its own."""
+        """Return one sample with the rows of all batch entries, and separate strata for each entry."""
         if self.positions.dim() == 1:
             return self
         batch, strata = self.positions.shape[0], len(self.sizes)
@@ -63,15 +63,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Design:
-    """Number of positions taken for certain, and the edges of the strata that the others are drawn from."""
+    """Number of positions that are always included, and the strata from which the others are drawn."""
 
     certain: int
     edges: tuple[int, ...]
-    taken: tuple[int, ...]  # of each stratum
+    taken: tuple[int, ...]  # number drawn from each stratum
 
     @cached_property
     def stratum(self) -> Tensor:
-        """Stratum of each sampled position, on the CPU; those taken for certain are one of their own."""
+        """Stratum of each sampled position, on the CPU; stratum 0 has the positions that are always included."""
         counts = [self.certain, *self.taken]
         return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int64), counts))
 
@@ -82,12 +82,12 @@ class Design:
         return torch.from_numpy(np.array(sizes, dtype=np.int64))
 
     def draws(self, count: int) -> NDArray[np.int32]:
-        """Return so many draws, (count, rows), each in increasing order: Floyd's algorithm on all strata at once."""
+        """Return `count` draws, (count, rows), in increasing order, by Floyd's algorithm on all strata at once."""
         edges, taken = np.array(self.edges), np.array(self.taken)
         widest = int(taken.max(initial=0))
         chosen = np.full((count, len(taken), widest), -1)
         for step in range(widest):
-            # the step-th of a stratum comes from so many of its first, and one more
+            # Floyd's step: draw from the first size + 1 positions of each stratum; if already chosen, use the last one.
             size = np.diff(edges) - taken + step
             picked = SOURCE.integers(0, np.maximum(size, 0) + 1, (count, len(taken)))
             met = (chosen[..., :step] == picked[..., None]).any(-1)
@@ -98,8 +98,8 @@ class Design:
         return np.ascontiguousarray(np.concatenate([certain, positions[:, kept]], axis=1), np.int32)
 
     def draw(self) -> Tensor:
-        """Return positions in increasing order, drawn anew."""
-        with torch.inference_mode(False):  # they may be used outside it
+        """Draw positions, in increasing order."""
+        with torch.inference_mode(False):  # the tensor may be used outside inference mode
             return torch.from_numpy(self.draws(1)[0].astype(np.int64))
 
     def sample(self, positions: Tensor) -> Sample:
@@ -109,10 +109,10 @@ class Design:
 
 @lru_cache(maxsize=64)
 def design(rows: int, length: int, batch: int, uneven: bool, standing_out: int = 0) -> Design | None:
-    """Return a design for about `rows` rows a head, spread over position and batch; None where that is every row.
+    """Return a design for about `rows` rows per head, spread over position and batch; None to measure every row.
 
-    `uneven`: rows see unlike numbers of keys, mostly few at first; the first are then all taken, and the strata widen
-    towards the end. So many rows that stand out are taken for certain besides.
+    `uneven` means that rows see different numbers of keys, usually few at the start: the first positions are then
+    always included, and strata widen towards the end. `standing_out` is the number of outliers to include.
     """
     wanted = max(LEAST_POSITIONS, -(-rows // max(batch, 1)))
     if wanted >= length:
@@ -120,22 +120,22 @@ def design(rows: int, length: int, batch: int, uneven: bool, standing_out: int =
     certain = (wanted // CERTAIN_SHARE if uneven else 0) + standing_out
     strata = max(1, (wanted - certain) // ROWS_A_STRATUM)
     given = [step * (wanted - certain) // strata for step in range(strata + 1)]
-    # every stratum has the positions it gives, and its part of those left over
+    # Each stratum has as many positions as are drawn from it, plus its share of the remaining positions.
     left_over = [int((length - wanted) * (step / strata) ** (2 if uneven else 1)) for step in range(strata + 1)]
     edges = (certain + a + b for a, b in zip(given, left_over, strict=True))
     return Design(certain, tuple(edges), tuple(after - before for before, after in pairwise(given)))
 
 
 def sample_positions(rows: int, length: int, batch: int, uneven: bool) -> Sample | None:
-    """Return about `rows` rows a head, the same of every batch entry, drawn anew; None where that is every row."""
+    """Draw about `rows` rows per head, the same for every batch entry; None to measure every row."""
     planned = design(rows, length, batch, uneven)
     return None if planned is None else planned.sample(planned.draw())
 
 
 def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tensor | None = None) -> Sample | None:
-    """Return about `rows` rows a head of all batch entries, drawn anew; None where that is every row.
+    """Draw about `rows` rows per head from all batch entries together; None to measure every row.
 
-    `foreseen`, (batch, heads, length): the variance that the scores of each row should have.
+    `foreseen`, (batch, heads, length), is the predicted variance of the scores of each row.
     """
     known = None if foreseen is None else foreseen.permute(1, 2, 0).flatten(1)
     first = None if known is None else _standing_out(known, rows // STANDING_OUT_SHARE)
@@ -153,7 +153,7 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
 
 
 def _standing_out(known: Tensor, most: int) -> Tensor | None:
-    """Return the rows that are furthest above the usual of any head, in their order; None where no row is far above."""
+    """Return the rows furthest above the mean of any head, in increasing order; None if no row is an outlier."""
     usual = known.mean(1, keepdim=True) * STANDS_OUT
     above = (known / torch.where(usual > 0, usual, torch.inf)).nan_to_num(0.0)
     if not most or not above.numel() or not bool((above >= 1).any()):
@@ -162,9 +162,9 @@ def _standing_out(known: Tensor, most: int) -> Tensor | None:
 
 
 def foreseen_variance(call: Call) -> Tensor:
-    """Return qᵀ Cov(k) q + (q·k̄ − μ)², (batch, heads, q_len): how far the scores of each row lie from the head's mean.
+    """Return qᵀ Cov(k) q + (q·k̄ − μ)², (batch, heads, q_len): the predicted mean square deviation of each row.
 
-    Cov(k) is of keys spread evenly, before masks and caps, and the unit is of its own: it tells rows apart.
+    Cov(k) comes from evenly spaced keys, without scale, mask and soft-cap. Only ratios between rows are meaningful.
     """
     some = call.key[..., :: max(1, call.key.shape[-2] // FORESEEN_KEYS), :]
     query, key = (tensor.to(wide_dtype(tensor)) for tensor in (call.query, some))
@@ -177,17 +177,17 @@ def foreseen_variance(call: Call) -> Tensor:
 def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
     usual = key.mean(-2, keepdim=True)
     apart = key - usual
-    # the mean key beside the covariance: one product for both
+    # Append the mean key to the covariance, so that one product computes both.
     both = torch.cat([apart.mT @ apart / max(key.shape[-2], 1), usual.mT], -1)
     product = query @ (both if group == 1 else both.repeat_interleave(group, dim=1))
     means = product[..., -1] - product[..., -1].mean((0, 2), keepdim=True)
-    return product[..., :-1].mul_(query).sum(-1).addcmul_(means, means)  # in place: new pages take longer than products
+    return product[..., :-1].mul_(query).sum(-1).addcmul_(means, means)  # in place: page faults cost more than products
 
 
 def _cumulants(planned: Design, values: Tensor) -> Tensor:
-    """Return (heads, 3) of the error in the estimated total of values known of all rows, (heads, rows) by stratum.
+    """Return cumulants (heads, 3) of the sampling error of the total of `values`, (heads, rows) ordered by stratum.
 
-    They are its second and third cumulant, and the sum of the squares of each stratum's second.
+    They are the second cumulant, the third, and the sum over strata of the squared second cumulant.
     """
     values = values.double()
     sizes, taken = planned.sizes.to(values), torch.bincount(planned.stratum, minlength=len(planned.sizes)).to(values)

@@ -1,6 +1,6 @@
-"""ScoreStats: what the scores of each head do to its softmax, kept so that shards merge into the whole.
+"""ScoreStats: statistics of the scores of each head, which merge over shards.
 
-Every statistic is a ratio of two sums over rows (pooled.py), formed when it is read.
+Every statistic is a ratio of two sums over rows (pooled.py), computed when it is read.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ ROOT_OF = {"std": "variance", "std_within_rows": "variance_within_rows"}
 
 
 def table_of(pooled: Pooled) -> Tensor:
-    """Return the columns of Table."""
+    """Return the columns of a Table."""
     stats = ScoreStats(len(pooled.mean), exact=True, pool=pooled)
     numbers = [getattr(pooled, name).double() for name in NUMBERS]
     shown = [getattr(stats, name) for name in FINISHED]
@@ -39,20 +39,20 @@ def table_of(pooled: Pooled) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class ScoreStats(Result):
-    """Statistics of the visible scores, one value a query head; `a + b` merges disjoint rows, batches or ranks.
+    """Statistics of the visible scores, one value per query head; `a + b` merges disjoint rows, batches or ranks.
 
-    They are final: nothing of the caller's tensors is kept, and nothing of them is read again. What a CUDA graph
-    writes is `refreshed` by each replay, and then read anew.
+    They do not keep the caller's tensors. Statistics captured in a CUDA graph are `refreshed` by each replay: the
+    values are then read again.
     """
 
     heads: int
-    exact: bool  # every row was looked at
+    exact: bool  # True if every row was measured
     pool: Pooled | Callable[[], Pooled] = field(repr=False)
-    refreshed: bool = field(default=False, repr=False)  # by each replay of the graph that they were captured in
+    refreshed: bool = field(default=False, repr=False)  # True if each replay of a CUDA graph updates them
 
     @property
     def pooled(self) -> Pooled:
-        """The sums over rows: formed once, and what they were formed from let go, unless that may be refreshed."""
+        """Sums over rows, computed once; the rows are then freed, unless a CUDA graph may refresh them."""
         if isinstance(self.pool, Pooled):
             return self.pool
         pooled = self.pool()
@@ -62,17 +62,17 @@ class ScoreStats(Result):
 
     @property
     def rows(self) -> Tensor:
-        """Rows looked at, with at least one visible key."""
+        """Number of measured rows with at least one visible key."""
         return self.pooled.rows.long()
 
     @property
     def count(self) -> Tensor:
-        """Scores looked at."""
+        """Number of measured scores."""
         return self.pooled.count.long()
 
     @property
     def keys(self) -> Tensor:
-        """Keys that a row sees on average: of all rows, where only some were looked at."""
+        """Mean number of visible keys of a row, estimated for all rows if they were sampled."""
         rows = self._sum("rows")
         return self._sum("scores") / torch.where(rows > 0, rows, torch.nan)
 
@@ -86,37 +86,37 @@ class ScoreStats(Result):
 
     @property
     def max(self) -> Tensor:
-        """The largest score seen: where only some rows were looked at, a lower bound of the largest there is."""
+        """Largest measured score; if rows were sampled, a lower bound of the largest score."""
         return self.pooled.max
 
     @property
     def max_bound(self) -> Tensor:
-        """An upper bound of the largest score there is; where every row was looked at, that score."""
+        """Upper bound of the largest score; equal to it if every row was measured."""
         return self.pooled.max_bound
 
     @property
     def max_above_mean(self) -> Tensor:
-        """The largest score above the mean of its row; where only some rows were looked at, a lower bound."""
+        """Largest score above the mean of its row; a lower bound if rows were sampled."""
         return self.pooled.max_above_mean
 
     @property
     def variance(self) -> Tensor:
-        """Variance of all scores: that within rows, and that of the rows' means."""
+        """Variance of all scores: variance within rows plus variance of the row means."""
         return self._ratio("variance")
 
     @property
     def std(self) -> Tensor:
-        """The total spread: standard deviation of all scores, shifts of whole rows included."""
+        """Total spread: standard deviation of all scores, including shifts of whole rows."""
         return self._root("std")
 
     @property
     def variance_within_rows(self) -> Tensor:
-        """Mean square of the scores about the mean of their own row."""
+        """Mean squared difference between a score and the mean of its row."""
         return self._ratio("variance_within_rows")
 
     @property
     def std_within_rows(self) -> Tensor:
-        """The spread that softmax sees: it does not see a shift of a whole row."""
+        """Spread within rows, the one that matters to softmax, which ignores a shift of a whole row."""
         return self._root("std_within_rows")
 
     @property
@@ -126,7 +126,7 @@ class ScoreStats(Result):
 
     @property
     def entropy_ratio(self) -> Tensor:
-        """Mean of H / ln n over the rows that see several keys."""
+        """Mean of H / ln n over the rows with several visible keys."""
         return self._ratio("entropy_ratio")
 
     @property
@@ -136,7 +136,7 @@ class ScoreStats(Result):
 
     @property
     def saturated(self) -> Tensor:
-        """Share of rows that give one key more than 0.99."""
+        """Share of rows that give one key more than 0.99 of their weight."""
         return self._ratio("saturated")
 
     @property
@@ -151,12 +151,12 @@ class ScoreStats(Result):
 
     @property
     def sink(self) -> Tensor:
-        """Mean weight on the first visible key of a row: of its sequence, in packed batches."""
+        """Mean weight on the first visible key of a row; in packed batches, on the first key of its sequence."""
         return self._ratio("sink")
 
     @property
     def learned_sink(self) -> Tensor:
-        """Mean weight that a learned sink logit takes; NaN where none joins the denominator."""
+        """Mean weight of the learned sink; NaN if there is none."""
         finished = self.pooled.finished.get("learned_sink")
         if finished is not None:
             return finished
@@ -164,10 +164,10 @@ class ScoreStats(Result):
         return torch.where(taken > 0, taken / self._sum("rows"), torch.nan)
 
     def stderr(self, name: str) -> Tensor:
-        """Return the standard error of a statistic from sampled rows; zero where exact.
+        """Return the standard error of a statistic from sampled rows; zero if every row was measured.
 
-        Widened so that ±1.96 of it cover about 95% though rows are few and skewed: see decision 4. NaN where the
-        rows looked at cannot tell it: `doubts()` says why.
+        It is widened so that ±1.96 standard errors cover about 95%, although rows are few and skewed: see decision 4.
+        It is NaN if the sampled rows do not suffice: `doubts()` says why.
         """
         if name in ROOT_OF:
             root = getattr(self, name)
@@ -179,7 +179,7 @@ class ScoreStats(Result):
         uncertainty = self.pooled.uncertainty
         if uncertainty is None:
             return torch.zeros_like(self.pooled.mean)
-        # delta method: the ratio a/b moves by (da − r db)/b; the mean is r = 0 by construction of the deviations
+        # Delta method: the ratio r = a/b changes by (da − r db)/b. For the mean, r = 0: deviations sum to zero.
         below = self._sum(DENOMINATOR[name])
         ratio = torch.zeros_like(below) if name == "mean" else self._ratio(name)
         gradient = torch.zeros_like(self.pooled.sums)
@@ -191,7 +191,7 @@ class ScoreStats(Result):
         return uncertainty.stderr(gradient)
 
     def doubts(self) -> list[str | None]:
-        """Return, for each head, why `stderr` is NaN; None where it is not."""
+        """Return for each head why `stderr` is NaN, or None."""
         uncertainty = self.pooled.uncertainty
         return [None] * self.heads if uncertainty is None else uncertainty.doubts()
 
@@ -201,7 +201,7 @@ class ScoreStats(Result):
         return _merged_stats([self, other])
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> "ScoreStats":
-        """Merge the statistics of every rank of the group, each with rows of its own, in one collective."""
+        """Merge the statistics of all ranks of the group, which measured disjoint rows, in one collective."""
         world = dist.get_world_size(group)
         packed = pack(self.pooled)
         gathered = packed.new_empty(world * packed.shape[0], *packed.shape[1:])
@@ -212,9 +212,9 @@ class ScoreStats(Result):
         return ScoreStats(self.heads, exact, pooled)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers, one list a statistic; None where a head has no rows to tell it from.
+        """Return plain numbers, one list per statistic; None if a head has no rows for it.
 
-        Where only some rows were looked at, `stderr` has the standard errors of those that have one.
+        If rows were sampled, `stderr` has the standard errors of the statistics that support them.
         """
         numbers = {name: plain(getattr(self, name).tolist()) for name in of_scores()}
         found = {"heads": self.heads, "exact": self.exact} | numbers
@@ -224,7 +224,7 @@ class ScoreStats(Result):
         return found | {"stderr": {name: plain(self.stderr(name).tolist()) for name in known}}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the sums without the memory that they may be views of."""
+        """Return the state to pickle, with copies of the sums: a view would pickle the whole tensor behind it."""
         pooled = self.pooled
         kept = {name: getattr(pooled, name).clone() for name in (*NUMBERS, "sums")}
         return {"heads": self.heads, "exact": self.exact, "pooled": Pooled(**kept, errors=pooled.uncertainty)}
@@ -249,7 +249,7 @@ class ScoreStats(Result):
 
 
 def merged_when_read(parts: Sequence[ScoreStats]) -> ScoreStats:
-    """Return the sum of statistics that have as many heads each, at no cost before it is read."""
+    """Return the merged statistics; they are merged when first read."""
     if len(parts) == 1:
         return parts[0]
     return ScoreStats(

@@ -1,7 +1,7 @@
-"""One parallel region in Python: threads that share a queue of tasks and run torch's operators single-threaded.
+"""Threads that share a queue of tasks and run torch's operators single-threaded.
 
-Torch's own parallelism forks and joins in every operator. Over small blocks that costs as much as the work, and
-several times that whenever another process takes a core: at each join one thread waits for the one that lost it.
+Torch's own parallelism forks and joins in every operator. For small blocks that costs as much as the work, and several
+times as much if another process uses a core, because every join waits for the slowest thread.
 """
 
 import os
@@ -28,7 +28,7 @@ def usable() -> bool:
 
 
 def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads: int) -> None:
-    """Call `work` on each of so many threads, and no more than torch has; whichever is free gets the next task.
+    """Call `work` on up to this many threads, but no more than torch has; a free thread gets the next task.
 
     >>> done = []
     >>> share(done.extend, range(5), threads=2)
@@ -46,7 +46,7 @@ def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads
 
 
 def _as_here(work: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Return the function with gradients and inference mode as they are here: a thread begins with modes of its own."""
+    """Return the function with the grad and inference modes of this thread; a new thread starts with the defaults."""
     infers, learns = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -71,20 +71,20 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 @cache
 def _started(threads: int) -> ThreadPoolExecutor:
-    """Threads in which every operator runs on that thread alone; kept, since MKL keeps buffers for each it has seen."""
+    """Start threads that run every operator single-threaded; cached, since MKL never frees the buffers of a thread."""
     pool, started = ThreadPoolExecutor(threads, "attnscale"), Barrier(threads + 1)
 
     def start() -> None:
-        torch.get_num_threads()  # torch sets a thread up when it first asks; asking later would undo the next line
+        torch.get_num_threads()  # the first call initialises the thread; made later, it would undo the next line
         torch.set_num_threads(1)
         started.wait()
 
     for _ in range(threads):
         pool.submit(start)
     started.wait()
-    torch.set_num_threads(threads)  # the number that new threads start from is one for the process
+    torch.set_num_threads(threads)  # the calls above also changed the default of the whole process
     return pool
 
 
-if hasattr(os, "register_at_fork"):  # a forked child has none of the threads
+if hasattr(os, "register_at_fork"):  # a forked child does not inherit the threads
     os.register_at_fork(after_in_child=_started.cache_clear)

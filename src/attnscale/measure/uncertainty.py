@@ -1,4 +1,4 @@
-"""Errors of sampled statistics: stratified standard errors, with Student's t, and NaN where rows cannot tell them.
+"""Errors of sampled statistics: stratified standard errors with Student's t; NaN if the rows do not suffice.
 
 The variance of an estimated total is the textbook one for rows drawn without replacement in strata:
 Σ_h M_h² (1 − m_h/M_h) S_h / m_h, with S_h the sample covariance in stratum h. Variances add over disjoint rows.
@@ -18,21 +18,21 @@ from attnscale.theory.significance import student_quantile
 if TYPE_CHECKING:
     from attnscale.measure.sampling import Sample
 
-NORMAL = 1.96  # standard errors either side, for 95%
-# Agresti & Coull (1998): a share of rows of which none, or all, were seen is not certain: z²/2 rows may be missing.
+NORMAL = 1.96  # standard errors on either side of a 95% interval
+# Agresti & Coull (1998): a sampled share of 0 or 1 is still uncertain; the sample may have missed z²/2 rows.
 MISSED_ROWS = NORMAL**2 / 2
-# Past these an interval covers less than 90% in some head of benchmarks/coverage.py, and the error is NaN.
+# Outside these limits, intervals cover less than 90% for some head of benchmarks/coverage.py; the error is then NaN.
 LEAST_FREEDOM = 9
 HIGHEST_SKEWNESS = 0.17
 HIGHEST_CONCENTRATION = 1 / 3
-NODES = torch.linspace(-4.0, 7.0, 34, dtype=torch.float64)  # in standard deviations; the rarest of 10¹² scores is at 7
+NODES = torch.linspace(-4.0, 7.0, 34, dtype=torch.float64)  # standard deviations; the largest of 10¹² scores is near 7
 STEP = 1 / 3
 DENSITY = torch.exp(-NODES.square() / 2) / math.sqrt(2 * math.pi) * STEP
-RARE = 2  # scores of a head; rarer ones it may well not have
-HIGHEST_VARIANCE = 0.25  # of anything between 0 and 1
-FEW = "too few positions were looked at to tell how much rows differ; look at more rows"
-SKEWED = "a few rows should have scores spread far wider than all others, and not all of them were looked at"
-CONCENTRATED = "rows change at one place, where too few of them were looked at"
+RARE = 2  # scores with a lower expected number per head are ignored: the head may not have them
+HIGHEST_VARIANCE = 0.25  # largest variance of a quantity between 0 and 1
+FEW = "too few positions were sampled to estimate the variance between rows; sample more rows"
+SKEWED = "a few rows have a far larger predicted spread than all others, and not all of them were sampled"
+CONCENTRATED = "the variance is concentrated in a few positions, where too few rows were sampled"
 
 
 @dataclass(frozen=True)
@@ -41,40 +41,40 @@ class Uncertainty:
 
     covariance: Tensor  # (heads, sums, sums)
     freedom: Tensor  # (heads,) degrees of freedom of the covariance
-    step: Tensor  # (heads,) variance of a sum for one row more or less that has what the others lack
-    # (heads, 3) of the error in a total that is known of all rows: second and third cumulant, Σ (a stratum's second)²
+    step: Tensor  # (heads,) mean contribution of one sampled row to the variance of an estimated count of rows
+    # (heads, 3) predicted sampling error: second cumulant, third cumulant, Σ over strata of the squared second cumulant
     foreseen: Tensor
 
     @classmethod
     def none(cls, sums: Tensor) -> "Uncertainty":
-        """Return that of sums (heads, sums) over every row."""
+        """Return zero uncertainty, for exact sums (heads, sums)."""
         (heads, width), nothing = sums.shape, sums.new_zeros(len(sums))
         return cls(sums.new_zeros(heads, width, width), nothing, nothing, sums.new_zeros(heads, 3))
 
     def moved(self, matrix: Tensor) -> "Uncertainty":
-        """Return that of the sums matrix · sums, (heads, sums, sums)."""
+        """Return the uncertainty of matrix @ sums, with matrix (heads, sums, sums)."""
         return replace(self, covariance=matrix @ self.covariance @ matrix.mT)
 
     def __add__(self, other: "Uncertainty") -> "Uncertainty":
         return Uncertainty(
             self.covariance + other.covariance,
             self.freedom + other.freedom,
-            torch.maximum(self.step, other.step),  # nothing seen here and nothing seen there is nothing seen at all
+            torch.maximum(self.step, other.step),  # a feature absent from both samples counts as missed once, not twice
             self.foreseen + other.foreseen,
         )
 
     def stderr(self, gradient: Tensor) -> Tensor:
-        """Return the standard error of what moves by gradient (heads, sums) with the sums, so that 1.96 cover 95%."""
+        """Return the standard error of a function of the sums with this gradient, (heads, sums); ±1.96 cover 95%."""
         variance = torch.einsum("hi,hij,hj->h", gradient, self.covariance, gradient).clamp(min=0.0)
         return torch.where(self._is_unreliable(), torch.nan, variance.sqrt() * self._student())
 
     def stderr_of_share(self, gradient: Tensor, share: Tensor, total: Tensor) -> Tensor:
-        """Return the same for a share of `total` rows that something is true of."""
+        """Return the standard error of a share of `total` rows; above zero even if the sampled share is 0 or 1."""
         missed = MISSED_ROWS * self.step * (1 - 2 * share).square() / total.square()
         return (self.stderr(gradient).square() + missed).sqrt()
 
     def doubts(self) -> list[str | None]:
-        """Return, for each head, why its error is NaN; None where it is not."""
+        """Return for each head why its error is NaN, or None."""
         found: list[str | None] = [None] * len(self.freedom)
         for reason, heads in self._reasons().items():
             for head in heads.nonzero().flatten().tolist():
@@ -94,44 +94,45 @@ class Uncertainty:
         }
 
     def _student(self) -> Tensor:
-        """Return Student's 95% quantile over the normal one (Student 1908): the error itself comes from few rows."""
+        """Return the ratio of Student's 95% quantile to the normal one: few rows give an uncertain error."""
         factors = [student_quantile(max(freedom, 1.0), 0.95) / NORMAL for freedom in self.freedom.tolist()]
         return self.freedom.new_tensor(factors)
 
     def packed(self) -> Tensor:
-        """Return everything of a head in one row of numbers."""
+        """Pack the uncertainty of each head into one row of numbers."""
         alone = torch.stack([self.freedom, self.step], dim=-1)
         return torch.cat([self.covariance.flatten(1), alone, self.foreseen], dim=-1)
 
     @classmethod
     def unpacked(cls, packed: Tensor, sums: int) -> "Uncertainty":
-        """Return that which packed() was called on."""
+        """Reverse packed()."""
         covariance, freedom, step, foreseen = packed.split([sums**2, 1, 1, 3], dim=-1)
         return cls(covariance.unflatten(-1, (sums, sums)), freedom.squeeze(-1), step.squeeze(-1), foreseen)
 
 
 def packed_size(sums: int) -> int:
-    """Return how many numbers packed() gives a head."""
+    """Return the number of values per head in packed()."""
     return sums**2 + 5
 
 
 def merged(parts: list[Uncertainty]) -> Uncertainty | None:
-    """Return that of the sums of all parts; None where there is none."""
+    """Return the uncertainty of the sums over all parts; None if there are no parts."""
     return reduce(Uncertainty.__add__, parts) if parts else None
 
 
 def uncertainty_of_totals(sample: "Sample", features: Tensor, least: Tensor, feature: int) -> Uncertainty:
-    """Return that of the estimated totals of features (heads, rows, features), rows in the order of the sample.
+    """Return the uncertainty of the estimated totals of features (heads, rows, features), rows in sample order.
 
-    `least`, (heads, rows), is a variance of each row that is known besides for one feature; the larger one counts.
+    `least`, (heads, rows), is a theoretical variance of each row for the feature with index `feature`. If it is larger
+    than the sampled variance, it replaces it.
     """
     stratum, sizes = sample.stratum.to(features.device), sample.sizes.to(features)
     strata, heads = len(sizes), len(features)
     taken = torch.bincount(stratum, minlength=strata).to(features)
     member = (stratum == torch.arange(strata, device=stratum.device).unsqueeze(-1)).to(features)
-    means = member @ features / taken[:, None].clamp(min=1)  # in one order, on a GPU too
+    means = member @ features / taken[:, None].clamp(min=1)  # a matrix product is deterministic on a GPU too
     residual = features - means[:, stratum]
-    # each row's share: M² (1 − m/M) / (m (m − 1)), so that one product over all rows is the sum over strata
+    # Weight of each row: M² (1 − m/M) / (m (m − 1)), so that one product over all rows sums over strata.
     share = sizes * (sizes - taken) / (taken * (taken - 1)).clamp(min=1)
     covariance = (residual * share[stratum, None]).mT @ residual
     alone = sizes * (sizes - taken) / taken.square().clamp(min=1)
@@ -147,11 +148,12 @@ def uncertainty_of_totals(sample: "Sample", features: Tensor, least: Tensor, fea
 
 
 def chance_of_participation(rows: RowSums, positions: int) -> Tensor:
-    """Return the variance of Σp² that chance gives such rows, (batch, heads, rows), in a head of so many positions.
+    """Return the theoretical variance of Σp² over rows, (batch, heads, rows), in a head with this many positions.
 
-    Where scores are Gaussian, Σp² hangs on a few keys in a thousand rows, and a sample that misses them all looks
-    precise; the spread of its scores tells better. One score s among n weighs p = eˢ / (eˢ + A), A = n e^{σ²/2} being
-    the sum of the others, and takes Σp² from P to P + c, c = p² (1 + P) − 2 p P; the variance over rows is n Var[c].
+    For Gaussian scores, Σp² depends on a few keys in a thousand rows. A sample that misses them all looks precise, so
+    the variance is computed from the spread of the scores. One score s among n keys has the weight p = eˢ / (eˢ + A),
+    with A = n e^{σ²/2} the sum of the others. It changes Σp² from P to P + c with c = p² (1 + P) − 2 p P, and the
+    variance over rows is n Var[c].
     """
     keys = rows.visible.double()
     variance = rows.deviation.double() / keys.clamp(min=1)

@@ -1,6 +1,6 @@
-"""Probes: measure a model that was traced before inside its own run, eager or compiled.
+"""Probes: measure an already traced model inside its own run, eager or compiled.
 
-A plan says where a model attends. `install` gives each of these modules a probed class for as long as it is measured;
-`intercept` finds the attention calls inside it; a probe is one op at each call, which writes what Monitor (`stats`) or
-QKClip (`maxima`) asks for into a buffer on the model's device. The attention itself stays as it was.
+A plan lists the attention calls of a model. `install` gives each of their modules a probed class while it is measured,
+and `intercept` finds the attention calls inside it. A probe is one op at each call. It writes the numbers for Monitor
+(`stats`) or QKClip (`maxima`) to a buffer on the model's device. The attention itself is unchanged.
 """

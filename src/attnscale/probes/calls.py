@@ -1,7 +1,7 @@
-"""The calls of a probed step: their numbers lie in a buffer on the model's device, and on the host when it is copied.
+"""Calls of a probed step, with their numbers in a buffer on the model's device that is then copied to the host.
 
-While the model runs, a call is a note of its sizes and a place in the buffer. What a traced call has beside that, a
-MeasuredCall, is made of the plan and the buffer when it is asked for.
+While the model runs, only the sizes of a call and its place in the buffer are recorded. A MeasuredCall, the result of a
+trace, is built from the plan and the buffer on request.
 """
 
 from collections.abc import Sequence
@@ -26,44 +26,44 @@ from attnscale.watching.plan import PlannedCall
 
 POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls
 BOUND = NUMBERS.index("max_bound")
-LENGTHS = 6  # of queries, then of keys: Σ‖·‖², how many, and the largest ‖·‖²
+LENGTHS = 6  # for queries, then for keys: Σ‖·‖², the number of vectors, and the largest ‖·‖²
 NUMBERS_A_HEAD = TABLE + 2 * LENGTHS + 1
-COLUMNS = (POOLED, LENGTHS, LENGTHS, 1)  # what is recorded of a head: table, lengths, gradients, scale
+COLUMNS = (POOLED, LENGTHS, LENGTHS, 1)  # numbers per head: table, lengths, gradients, scale
 
 
 class CallNumbers(NamedTuple):
-    """The numbers of one call, float64: views of its row of a buffer."""
+    """Numbers of one call, float64: views of its row of a buffer."""
 
-    table: Tensor  # (heads, TABLE), of which the columns of POOLED are always written
-    lengths: Tensor  # (2, 3, heads): of queries and keys
-    gradients: Tensor  # (2, 3, heads): of what reaches them
-    scales: Tensor  # (heads,), written where the plan does not say them
+    table: Tensor  # (heads, TABLE); the first POOLED columns are always written
+    lengths: Tensor  # (2, 3, heads), for queries and keys
+    gradients: Tensor  # (2, 3, heads), for the gradients of queries and keys
+    scales: Tensor  # (heads,), written if the plan does not determine them
 
     @classmethod
     def of_row(cls, row: Tensor, heads: int) -> "CallNumbers":
-        """Return the views of a row."""
+        """Split a row into its views."""
         sizes = [heads * size for size in (TABLE, LENGTHS, LENGTHS, 1)]
         table, lengths, gradients, scales, _ = row.split([*sizes, len(row) - sum(sizes)])
         return cls(table.view(heads, TABLE), lengths.view(2, 3, heads), gradients.view(2, 3, heads), scales)
 
 
 class NumbersBuffer:
-    """A buffer on one device, with a row for each planned call; the same rows are used again at every step."""
+    """Buffer on one device with a row for each planned call; every step reuses the same rows."""
 
     def __init__(self, device: torch.device, calls: int, heads: int) -> None:
         self.device, self._shape = device, (calls, heads * NUMBERS_A_HEAD)
-        self._parts: list[Tensor] = []  # further ones for further micro-batches
+        self._parts: list[Tensor] = []  # grows with the number of micro-batches
         self._numbers: list[CallNumbers] = []
         self._used = 0
 
     def begin(self) -> None:
-        """Use it from its beginning; what several calls add up to begins at zero."""
+        """Start a step: reuse the rows from the first one, and set them to zero."""
         self._used = 0
         for part in self._parts:
             part.zero_()
 
     def next(self, heads: int) -> tuple[int, CallNumbers]:
-        """Return the number of the next row, and its views."""
+        """Return the index of the next row, and its views."""
         number, self._used = self._used, self._used + 1
         if number == len(self._numbers) or len(self._numbers[number].scales) != heads:
             part, row = divmod(number, self._shape[0])
@@ -73,7 +73,7 @@ class NumbersBuffer:
         return number, self._numbers[number]
 
     def to_host(self) -> "HostNumbers":
-        """Copy what this step has written, without waiting for a GPU."""
+        """Copy the rows that this step has written, without a synchronisation."""
         is_cuda = self.device.type == "cuda"
         parts = self._parts[: -(-self._used // self._shape[0])]
         copies = [part.to("cpu", non_blocking=True) if is_cuda else part.cpu().clone() for part in parts]
@@ -83,15 +83,15 @@ class NumbersBuffer:
 
 @dataclass(frozen=True, eq=False)
 class HostNumbers:
-    """A step's buffer, while it is copied to the host and after."""
+    """Buffer of a step on the host; the copy may still be in progress."""
 
     _parts: list[Tensor]
-    heads: tuple[int, ...]  # of each row
+    heads: tuple[int, ...]  # number of heads of each row
     _event: "torch.cuda.Event | None"
 
     @property
     def has_arrived(self) -> bool:
-        """True if reading it does not wait for a GPU."""
+        """True if the copy is complete."""
         return self._event is None or self._event.query()
 
     @cached_property
@@ -101,12 +101,12 @@ class HostNumbers:
         return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
 
     def of(self, number: int) -> CallNumbers:
-        """Wait for it, and return the numbers of a call."""
+        """Return the numbers of a call; waits for the copy."""
         return CallNumbers.of_row(self._rows[number], self.heads[number])
 
     @cached_property
     def columns(self) -> tuple[Tensor, ...]:
-        """Numbers of each call that add up over calls, (heads, COLUMNS)."""
+        """Numbers of each call that can be summed over calls, (heads, COLUMNS)."""
         if not self.heads:
             return ()
         columns = self._rows.flatten()[_column_index(self.heads, self._rows.shape[1])]
@@ -115,7 +115,7 @@ class HostNumbers:
 
 @lru_cache(maxsize=16)
 def _column_index(heads: tuple[int, ...], width: int) -> Tensor:
-    """Return where the columns of each head lie, (heads of all, COLUMNS), in rows so wide."""
+    """Return the indices of the columns of each head, (total heads, COLUMNS), in rows of this width."""
     found = []
     for row, own in zip(torch.arange(len(heads) * width).view(-1, width), heads, strict=True):
         numbers = CallNumbers.of_row(row, own)
@@ -129,41 +129,41 @@ class ProbedCall:
     """One call of a probed step."""
 
     planned: PlannedCall
-    depth: int  # runs of its module before this one, in the same forward
+    depth: int  # earlier runs of its module in the same forward
     batch: int
     query_len: int
     key_len: int
     dtype: torch.dtype
     key_heads: int
     softcap: float | None
-    place: int  # in the buffer
+    place: int  # row of the buffer
     buffer: CallNumbers
-    multiplier: float | None = None  # of q·k; None where the buffer has the scale of each head
+    multiplier: float | None = None  # scale of q·k; None if the buffer has the scale of each head
     padding: Tensor | None = None
-    stats: ScoreStats | None = None  # to be pooled into the buffer, where no kernel writes there
-    probed: SampledRows | None = None  # what a kernel leaves beside the buffer
-    has_gradients: tuple[bool, bool] = (False, False)  # of queries and of keys, in the buffer
-    is_over: bool = False  # its step, to its end or not
-    host: HostNumbers | None = None  # once the step is over
+    stats: ScoreStats | None = None  # statistics to pool into the buffer, if no kernel wrote to it
+    probed: SampledRows | None = None  # sampled rows, if a kernel wrote to the buffer
+    has_gradients: tuple[bool, bool] = (False, False)  # whether the buffer has those of queries and of keys
+    is_over: bool = False  # True if its step has ended, even by an error
+    host: HostNumbers | None = None  # set at the end of the step
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.planned.template.heads
 
     @property
     def head_dim(self) -> int:
-        """Features of a head."""
+        """Number of features of a head."""
         return self.planned.template.head_dim
 
     @property
     def rescaled(self) -> tuple[str, ...]:
-        """Sides that are normalised, or given a temperature, after their projection."""
+        """Sides, query or key, that pass a norm or a temperature after their projection."""
         return self.planned.template.rescaled
 
     @property
     def first_row(self) -> tuple[object, ...]:
-        """Row of a parameter that makes the query of the first head; empty where that is unknown."""
+        """Row of a parameter that produces the query of the first head; empty if unknown."""
         return self.planned.template.first_row
 
     @property
@@ -173,35 +173,35 @@ class ProbedCall:
 
     @cached_property
     def numbers(self) -> CallNumbers:
-        """The numbers on the host; waits for them."""
-        assert self.host is not None  # it is asked for once the step is over
+        """Numbers of this call on the host; waits for the copy."""
+        assert self.host is not None  # set at the end of the step
         return self.host.of(self.place)
 
     @property
     def columns(self) -> Tensor:
-        """Numbers that add up over calls, (heads, COLUMNS), on the host; waits for them."""
-        assert self.host is not None  # it is asked for once the step is over
+        """Numbers that can be summed over calls, (heads, COLUMNS), on the host; waits for the copy."""
+        assert self.host is not None  # set at the end of the step
         return self.host.columns[self.place]
 
     @cached_property
     def statistics(self) -> ScoreStats:
-        """Statistics of the scores; what a kernel has pooled is read when one of them is."""
+        """Statistics of the scores; numbers from a kernel are read when a statistic is first read."""
         return self.stats or ScoreStats(self.heads, exact=False, pool=self._pooled)
 
     def _pooled(self) -> Pooled:
-        assert self.probed is not None  # or there are statistics
+        assert self.probed is not None  # otherwise self.stats is set
         table, (queries, keys) = self.numbers.table, self.numbers.lengths[:, 2]
         table[:, BOUND] = torch.maximum(table[:, BOUND], score_bound(self.multiplier or 0.0, queries, keys))
         return self.probed.on_host(table)
 
     def add_gradients(self, query: Tensor, key: Tensor) -> None:
-        """Add what reached queries and keys, or the operands of a product."""
+        """Add the gradients of queries and keys, or of the operands of a matrix product."""
         if self.is_over:
-            return  # the next step writes to this row
+            return  # the next step may use this row
         if self.planned.written is not None:
             query, key = self.planned.written.layout.operands(query, key)
         own, copies = _key_copies(self.planned, key.shape[1])
-        if copies > 1:  # what reaches the copies of a key reaches the key
+        if copies > 1:  # the gradient of a key is the sum over its copies
             key = key.unflatten(1, (-1, copies)).sum(2, dtype=wide_dtype(key))
         elif own is not None and copies == 0:
             index, wide = constant_on(key.device, own), key.to(wide_dtype(key))
@@ -211,7 +211,7 @@ class ProbedCall:
 
     @cached_property
     def seen(self) -> MeasuredCall:
-        """The call as a trace would have seen it."""
+        """The call in the form that a trace returns."""
         return self._seen(self.numbers, self.statistics)
 
     def _seen(self, numbers: CallNumbers, stats: ScoreStats) -> MeasuredCall:
@@ -230,7 +230,7 @@ class ProbedCall:
 
 @lru_cache(maxsize=4096)
 def _key_copies(planned: PlannedCall, keys: int) -> tuple[Indices | None, int]:
-    """Return which key each of so many copies is of, None if unknown, and how many stand side by side, 0 if apart."""
+    """Return the key head of each repeated key, None if unknown, and the number of adjacent copies, else 0."""
     owners, group = planned.template.key_owners, planned.template.heads // keys
     if owners is None or shares_as_kernels_do(planned.template.heads, keys, owners):
         return np.arange(keys), 1
@@ -242,13 +242,13 @@ def _key_copies(planned: PlannedCall, keys: int) -> tuple[Indices | None, int]:
 
 
 def score_bound(multiplier: Tensor | float, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return an upper bound of the scores of each head, by the squared lengths of its longest query and key."""
+    """Return an upper bound of the scores of each head, from the squared norms of its longest query and key."""
     bound = ((queries * keys).sqrt() * multiplier).abs()
     return bound + BOUND_SLACK * bound.clamp(min=1.0)
 
 
 def finish(calls: Sequence[ProbedCall], buffers: Sequence[NumbersBuffer]) -> None:
-    """Pool what is not pooled yet, and have the buffers copied to the host."""
+    """Pool the remaining statistics into the buffers, and start to copy the buffers to the host."""
     unpooled = [(call, call.stats) for call in calls if call.stats is not None]
     pooled = [stats.pooled for _, stats in unpooled]
     hosts = []
@@ -268,6 +268,6 @@ def finish(calls: Sequence[ProbedCall], buffers: Sequence[NumbersBuffer]) -> Non
 
 
 def pooled_columns(pooled: Sequence[Pooled]) -> Tensor:
-    """Return numbers and sums of all heads of all, (heads, POOLED) in float64."""
+    """Concatenate the numbers and sums of all heads, float64 (heads, POOLED)."""
     numbers = [torch.cat([getattr(each, name) for each in pooled]).double() for name in NUMBERS]
     return torch.cat([torch.stack(numbers, dim=-1), torch.cat([each.sums for each in pooled])], dim=-1)

@@ -1,8 +1,8 @@
-"""Define the op of a probe, and install probes in a module: it then has a probed class, on which Dynamo guards.
+"""Ops of probes, and their installation in a module, which then has a probed class.
 
-So a compiled model has one more graph for the probed class, and goes back and forth between the two without compiling
-again. The probed forward brackets the plain one by two calls that Dynamo puts into the graph as they are; when
-autograd and the compiler trace the graph, attention calls between the brackets are intercepted.
+Dynamo guards on the class, so a compiled model has a second graph for the probed class and switches between both
+without recompilation. The probed forward calls the plain one between two marker functions, which Dynamo puts into the
+graph unchanged. When autograd and the compiler trace the graph, attention calls between the markers are intercepted.
 """
 
 import copyreg
@@ -24,7 +24,7 @@ LIBRARY = torch.library.Library("attnscale", "FRAGMENT")
 def define_op(
     schema: str, function: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
 ) -> Any:
-    """Define `attnscale::<schema>`; return what calls it. torch.library.custom_op costs the host twice the time."""
+    """Define the op `attnscale::<schema>` and return it; torch.library.custom_op has twice the overhead on the host."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=tuple(tags))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -37,17 +37,17 @@ def no_result(*_: Any) -> None:
 
 
 class ModuleTracer(Protocol):
-    """Traces a module that takes no probe."""
+    """Traces a module in which no probe can be installed."""
 
     def run(self, module: nn.Module, call: Callable[[], Any]) -> Any:
-        """Trace one run of it."""
+        """Trace one run of the module."""
         ...
 
 
 def install(module: nn.Module, kind: str, tensors: "ProbeTensors | ModuleTracer", layouts: str | None = None) -> str:
-    """Install a probe; return the name by which it is removed.
+    """Install a probe; return the name to pass to remove().
 
-    `layouts` are those of the module's planned calls, by layouts_of(); None leaves those that are there.
+    `layouts` comes from layouts_of() for the module's planned calls; None keeps the present layouts.
     """
     names = _names(module)
     layouts = getattr(type(module), "_attnscale_layouts", "") if layouts is None else layouts
@@ -65,7 +65,7 @@ def remove(module: nn.Module, name: str) -> None:
 
 
 def can_install(module: nn.Module) -> bool:
-    """Return True if the module's class says what it does: its forward was not replaced, and it has a __dict__."""
+    """Return True if the module's forward was not replaced and it has a __dict__."""
     return "forward" not in vars(module) and hasattr(module, "__dict__")
 
 
@@ -84,31 +84,31 @@ def _set_probes(module: nn.Module, names: tuple[str, ...], layouts: str) -> None
     if "_attnscale_plain" in vars(own):
         own = vars(own)["_attnscale_plain"]
     elif _names(module):
-        return  # its class was changed since; a probe without tensors does nothing
+        return  # its class was changed after installation; a probe without tensors does nothing
     probed = _probed_class(own, names, layouts) if names else own  # type: ignore[arg-type]
-    object.__setattr__(module, "__class__", probed)  # that of a module takes several times as long
+    object.__setattr__(module, "__class__", probed)  # nn.Module.__setattr__ is several times slower
 
 
 def enter_in_graph(names: str, layouts: str, *tensors: ProbeTensors) -> None:
-    """Begin a run of a module in a graph that is traced."""
+    """Mark the begin of a module's run in a traced graph."""
     if not _is_dynamo_asking(tensors):
         FRAMES.enter(Frame(names, layouts, tensors, is_traced=True))
 
 
 def exit_in_graph(*tensors: ProbeTensors) -> None:
-    """End it."""
+    """Mark the end of a module's run in a traced graph."""
     if not _is_dynamo_asking(tensors) and FRAMES.innermost is not None:
         FRAMES.exit()
 
 
 def _is_dynamo_asking(tensors: tuple[ProbeTensors, ...]) -> bool:
-    """Return True if Dynamo runs a bracket for its shapes alone."""
+    """Return True if Dynamo runs a marker only to infer shapes."""
     first = tensors[0][0] if isinstance(tensors[0], tuple) else tensors[0]
     return is_fake((type(first),))
 
 
 def close_frames() -> None:
-    """Close what an error in the middle of a trace left open."""
+    """Close frames that an error during tracing left open."""
     while FRAMES.innermost is not None:
         FRAMES.exit()
 
@@ -117,13 +117,13 @@ def close_frames() -> None:
 def _allow_in_graphs() -> None:
     for bracket in (enter_in_graph, exit_in_graph):
         torch.fx.node.has_side_effect(bracket)
-        torch.compiler.allow_in_graph(bracket)  # loads Dynamo, which takes a second
+        torch.compiler.allow_in_graph(bracket)  # imports Dynamo, which takes a second
 
 
 def _run_uncompiled(
     module: nn.Module, tracers: tuple[str, ...], forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Run a module under its tracers, each around the next."""
+    """Run a module under its nested tracers."""
     call = partial(forward, module, *args, **kwargs)
     for name in tracers:
         tracer = module.__dict__.get(name)
@@ -132,25 +132,25 @@ def _run_uncompiled(
 
 
 def _is_written_down() -> bool:
-    """Return True if what runs becomes a program, which must not contain probes."""
+    """Return True if the model is being exported; the exported program must not contain probes."""
     return is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def new_plain(kind: type, *args: Any) -> Any:
-    """Make an object as copyreg.__newobj__ does, which pickle takes for objects of their own class alone."""
+    """Create an object like copyreg.__newobj__, which pickle accepts only with the object's own class."""
     return kind.__new__(kind, *args)
 
 
 @cache
 def _probed_class(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> type[nn.Module]:
-    """Return a class of modules that run as before, between two brackets; copies and pickles are of the plain one."""
+    """Return a subclass that runs the plain forward between two markers; copies and pickles have the plain class."""
     _allow_in_graphs()
     probes = [name for name in names if not name.startswith(FALLBACK)]
     joined, attributes = " ".join(probes), tuple(PREFIX + name for name in probes)
     tracers = tuple(PREFIX + name for name in names if name.startswith(FALLBACK))
     run_uncompiled = torch.compiler.disable(_run_uncompiled) if tracers else None
 
-    has_slots = plain.__basicsize__ != nn.Module.__basicsize__  # bases of another layout cannot be set later
+    has_slots = plain.__basicsize__ != nn.Module.__basicsize__  # __bases__ needs an equal memory layout
     root: Any = plain if has_slots else nn.Module
 
     class Probed(root, metaclass=type(plain)):  # type: ignore[misc, metaclass]
@@ -181,8 +181,8 @@ def _probed_class(plain: type[nn.Module], names: tuple[str, ...], layouts: str) 
             make = new_plain if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]
             return make, tuple(plain if each is type(self) else each for each in given), state, *rest
 
-    update_wrapper(Probed.forward, plain.forward, assigned=(), updated=())  # for whoever inspects its arguments
-    Probed.__bases__ = (plain,)  # set later, so that __init_subclass__, which may keep a register, is not called
+    update_wrapper(Probed.forward, plain.forward, assigned=(), updated=())  # for inspect.signature
+    Probed.__bases__ = (plain,)  # set late to skip __init_subclass__
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Probed, name, getattr(plain, name))
     return Probed

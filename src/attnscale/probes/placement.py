@@ -1,4 +1,4 @@
-"""Placement: the modules of a model in which a plan has probes placed, and those that have none.
+"""Placement of probes: the modules of a model with probes by a plan, and those without.
 
 Fallback modules run under the tracer. Late modules did not run in the trace.
 """
@@ -49,12 +49,12 @@ class Placement:
         files = {call.line[0] for each in plan.modules.values() for call in each.calls if call.line is not None}
         runs_eager = not all(each.is_compiled for each in plan.modules.values())
         self._names = names_of_sdpa(files) if runs_eager else []
-        self.buffers: dict[torch.device, NumbersBuffer] = {}  # of a monitor, from one sampled step to the next
-        self.slots: dict[str, tuple[Any, Slot]] = {}  # likewise: a ModuleProbe, and the tensors of its module
+        self.buffers: dict[torch.device, NumbersBuffer] = {}  # reused by a monitor at every sampled step
+        self.slots: dict[str, tuple[Any, Slot]] = {}  # also reused: a ModuleProbe and the tensors of its module
         self._layouts = {path: layouts_of(plan.modules[path]) for path in self.modules}
 
     def obstacle(self) -> str:
-        """Return why the model cannot be measured by this plan; empty where it can."""
+        """Return why the model cannot be measured by this plan; empty if it can."""
         if not self._is_found or not self.modules:
             return "its attention modules are not where they were when it was traced"
         alone = (path for path in self.fallbacks if not self._can_run_alone(path))
@@ -65,19 +65,19 @@ class Placement:
         return self.plan.fallbacks.get(path, "its forward was replaced")
 
     def _can_run_alone(self, path: str) -> bool:
-        """Return True if the module can run uncompiled by itself: no other that attends is around it or inside it."""
+        """Return True if this module alone can run uncompiled: no attending module contains it or is inside it."""
         others = (other for other in (*self.modules, *self.fallbacks) if other != path)
         is_nested = any(f"{other}.".startswith(f"{path}.") or f"{path}.".startswith(f"{other}.") for other in others)
         return path not in self.plan.pinned and can_install(self.fallbacks[path]) and not is_nested
 
     @cached_property
     def paths(self) -> dict[int, str]:
-        """The path of each module, by its id."""
+        """Path of each module, by its id."""
         return {id(module): path for path, module in self.all_modules.items()}
 
     @cached_property
     def late_modules(self) -> dict[str, nn.Module]:
-        """Modules that did not run in the trace and may attend; not where others of their class ran and did not."""
+        """Modules that did not run in the trace, except those of a class that ran without attending."""
         modules, called = self.all_modules, self.plan.called
         above = {parent for path in called for parent in _parents(path)}
         holders = {parent for path in self.plan.attending for parent in (path, *_parents(path))}
@@ -91,7 +91,7 @@ class Placement:
 
     @contextmanager
     def probed(self, kind: str, tensors: Callable[[str], ProbeTensors]) -> Iterator[None]:
-        """Have a probe of this kind in every module; `tensors` returns those of a module, by its path."""
+        """Install a probe of this kind in every module; `tensors` maps a module's path to its probe's tensors."""
         with ExitStack() as stack:
             stack.callback(close_frames)
             stack.enter_context(Redirected(self._names))
@@ -106,13 +106,13 @@ def _parents(path: str) -> Iterator[str]:
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """Return False for torch's own layers that hold no others."""
+    """Return False for torch's own layers without submodules."""
     is_torch_own = plain_class(module).__module__.startswith("torch.nn.")
     return can_install(module) and (not is_torch_own or any(module.children()))
 
 
 class Fallback:
-    """Traces modules of a model, one run of one of them at a time."""
+    """Traces single runs of fallback modules."""
 
     def __init__(self, model: nn.Module, settings: Settings, seen: Seen) -> None:
         self._model, self._settings, self._seen = model, settings, seen
@@ -125,7 +125,7 @@ class Fallback:
         return watcher
 
     def run(self, module: nn.Module, call: Callable[[], Any]) -> Any:
-        """Trace one run of a module; one that a backward pass runs again was seen before."""
+        """Trace one run of a module, unless a backward pass recomputes it."""
         if in_backward():
             return call()
         with ExitStack() as stack:
@@ -135,7 +135,7 @@ class Fallback:
 
     @contextmanager
     def installed(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Trace all of these modules meanwhile."""
+        """Trace these modules inside the context."""
         with ExitStack() as stack:
             for module in modules.values():
                 stack.callback(remove, module, install(module, FALLBACK, self))
@@ -164,7 +164,7 @@ KINDS[KIND] = _Runs()
 
 
 class LateModules:
-    """Counts runs of the modules that may attend and did not run in the trace, until it is closed."""
+    """Counts runs of late modules until it is closed."""
 
     def __init__(self, placement: Placement | None) -> None:
         modules = {} if placement is None else placement.late_modules
@@ -174,7 +174,7 @@ class LateModules:
             self._stack.callback(remove, modules[path], install(modules[path], KIND, runs))
 
     def ran(self) -> set[str]:
-        """Return the paths of those that ran since this was last asked."""
+        """Return the paths of the modules that ran since the last call."""
         found = {path for path, runs in self._runs.items() if int(runs)}
         for path in found:
             self._runs[path].zero_()
@@ -186,7 +186,7 @@ class LateModules:
 
 
 class Structure:
-    """The modules that a model holds, to notice when one is replaced; keeps none of them alive."""
+    """Weak references to the modules of a model, to detect a replaced module."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -197,7 +197,7 @@ class Structure:
         self._held = [number[id(module)] for each in held for module in each.values()]
 
     def matches(self, model: nn.Module) -> bool:
-        """Return True if the model holds the same modules in the same order; without a Python loop, as it is hot."""
+        """Return True if the model has the same modules in the same order; avoids Python loops, since it runs often."""
         modules: list[nn.Module | None] = list(map(operator.call, self._modules))
         if modules[0] is not model or None in modules:
             return False

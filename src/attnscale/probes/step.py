@@ -1,4 +1,4 @@
-"""One sampled step of a Monitor: probes are installed while it lasts, and each call they measure is noted in a Seen."""
+"""One sampled step of a Monitor: installs probes for the step and records each measured call in a Seen."""
 
 import sys
 import threading
@@ -38,7 +38,7 @@ BEGAN = "it attends, and did not when the model was traced"
 
 @contextmanager
 def probed_step(placement: Placement, settings: Settings) -> Iterator[Seen]:
-    """See every attention that runs in a model with a plan, as watch() does."""
+    """Measure every attention of a model with a plan, like watch()."""
     step = _ProbedStep(placement, settings)
     late = LateModules(placement)
     STATE.observer = step.note_unplanned
@@ -79,7 +79,7 @@ class _ProbedStep:
 
     @property
     def is_own_thread(self) -> bool:
-        """True on the thread that measures; an evaluation on another thread runs unseen."""
+        """True on the thread that measures; an evaluation on another thread is not measured."""
         return getattr(self._own, "is_own_thread", False)
 
     def buffer(self, device: torch.device) -> NumbersBuffer:
@@ -93,7 +93,7 @@ class _ProbedStep:
         return buffers[device]
 
     def measure(self, call: ProbedCall, given: AttentionCall) -> None:
-        """Measure a call, and keep it."""
+        """Measure and record a call."""
         if given.modification is not None:
             with torch.no_grad(), without_autocast(given.query), with_dispatch_keys(self._dispatch_keys):
                 _measure_flex(call, given, self.settings)
@@ -105,7 +105,7 @@ class _ProbedStep:
         self.seen.note(call.planned.module, call.planned.line, call, call.depth)
 
     def note_unplanned(self) -> None:
-        """Note a call of SDPA outside the probed modules, where a module of the model makes it."""
+        """Record a call of SDPA by a module of the model that has no probe."""
         paths = self._placement.paths
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -119,7 +119,7 @@ class _ProbedStep:
             frame = frame.f_back
 
     def slot(self, path: str) -> Slot:
-        """Return the tensors of the module at this path, the same at every step."""
+        """Return the tensors of the module at this path; every step reuses them."""
         if path not in self._placement.slots:
             module = ModuleProbe(path, self.plan.modules[path])
             self._placement.slots[path] = module, slot_of(module)
@@ -129,7 +129,7 @@ class _ProbedStep:
         return slot
 
     def conclude(self) -> None:
-        """Warn of what was missed; where nothing was seen at all, refuse."""
+        """Warn of missed attentions; raise InputError if none ran at all."""
         finish(self.calls, list(self._placement.buffers.values()))
         self.failures += self.fallback.failures
         if not self.seen.calls and not self.failures:
@@ -146,28 +146,28 @@ class _ProbedStep:
 
 
 class ModuleProbe:
-    """Measures the calls of one module, from one sampled step to the next."""
+    """Measures the calls of one module; every sampled step reuses it."""
 
     def __init__(self, path: str, plan: ModulePlan) -> None:
         self.path, self._plan = path, plan
-        self.step: _ProbedStep | None = None  # the present one
+        self.step: _ProbedStep | None = None  # present step, None between sampled steps
 
-        self.runs = 0  # of the module, in this step
-        self._waiting: list[ProbedCall] = []  # compiled calls whose gradients are to come
-        self._without: list[ProbedCall] = []  # calls without gradients, which a recomputed run of theirs may bring
+        self.runs = 0  # runs of the module in this step
+        self._waiting: list[ProbedCall] = []  # compiled calls before their backward pass
+        self._without: list[ProbedCall] = []  # calls without gradients; recomputation may still provide them
 
     def begin(self, step: _ProbedStep) -> None:
-        """Measure for a step."""
+        """Start measuring for a step."""
         self.step, self.runs = step, 0
 
     def end(self) -> None:
-        """Measure no longer, and keep nothing of the step."""
+        """Stop measuring, and release the calls of the step."""
         self.step = None
         self._waiting.clear()
         self._without.clear()
 
     def measure(self, number: int, given: AttentionCall, learns: bool, is_compiled: bool) -> AddGradients | None:
-        """Measure a call, this one in a run of the module; return what adds the gradients of its operands."""
+        """Measure call `number` of the module's run; return a function that adds the gradients of its operands."""
         step = self.step
         if step is None or not step.is_own_thread:
             return None
@@ -181,7 +181,7 @@ class ModuleProbe:
                 step.failures.append(f"{self.path}: {DIFFERENT}")
                 return None
             step.measure(call, given)
-        except Exception as error:  # a model that runs must go on running
+        except Exception as error:  # a failed measurement must not stop the model
             step.failures.append(f"{self.path}: {type(error).__name__}: {error}")
             return None
         if not learns:
@@ -191,7 +191,7 @@ class ModuleProbe:
         return call.add_gradients if learns else None
 
     def _call(self, step: _ProbedStep, planned: PlannedCall, given: AttentionCall) -> ProbedCall | None:
-        """Return a call of these sizes, with its place in the buffer; None where the plan describes another."""
+        """Return a call with these sizes and a row of the buffer; None if it differs from the plan."""
         depth = (self.runs - 1) % self._plan.depth
         if given.is_written and given.scores is not None:
             written = planned.written
@@ -214,9 +214,9 @@ class ModuleProbe:
         )
 
     def add_compiled_gradients(self, first: Tensor, second: Tensor) -> None:
-        """Add gradients to the last call that has none: a backward pass goes through calls from the last to the first.
+        """Add gradients to the last call without any, since a backward pass visits calls in reverse order.
 
-        What a second backward pass through one graph brings is not counted.
+        Gradients of a second backward pass through the same graph are ignored.
         """
         waiting = self._waiting or self._without
         if waiting:
@@ -224,7 +224,7 @@ class ModuleProbe:
 
 
 def _measure_by_kernel(call: ProbedCall, given: AttentionCall, settings: Settings) -> bool:
-    """Measure a call by the fast path of a GPU, which writes to the buffer; return False where it cannot."""
+    """Measure a call by a GPU kernel that writes to the buffer; return False if the kernel does not support it."""
     if not given.query.is_cuda or settings.rows is None:
         return False
     mask, hidden, padding, is_causal = given.mask, given.hidden_keys, None, given.is_causal
@@ -242,7 +242,7 @@ def _measure_by_kernel(call: ProbedCall, given: AttentionCall, settings: Setting
 
 
 def _measure_by_rows(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:
-    """Measure a call of SDPA by its rows, as a trace would have."""
+    """Measure a call of SDPA by its rows, like a trace."""
     seen = Visibility.of(given.mask, given.is_causal)
     kernel = KernelCall(
         "sdpa", given.query, given.key, given.scale, visibility=seen, hidden=given.hidden_keys,
@@ -265,13 +265,13 @@ def _measure_flex(call: ProbedCall, given: AttentionCall, settings: Settings) ->
 
 
 def _measure_by_scores(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:
-    """Measure an attention that is written out from its scores, without waiting for a GPU."""
+    """Measure a written-out attention from its scores, without a synchronisation."""
     planned, rows = call.planned.written, settings.rows
-    assert planned is not None  # or it is a call of SDPA
+    assert planned is not None  # calls of SDPA have no scores
     assert given.scores is not None
     scores = planned.layout.scores_by_head(given.scores)
     query, key = planned.layout.operands(given.query, given.key)
-    by_key = scores.amax(-2)  # of every score there is, read once
+    by_key = scores.amax(-2)  # reads all scores once
     hidden = by_key.amax(1) <= NEVER_A_SCORE
     padding = hidden if given.attends_itself and call.key_len == call.query_len else None
 
@@ -293,7 +293,7 @@ def _measure_by_scores(call: ProbedCall, given: AttentionCall, settings: Setting
 def _add_lengths(
     call: ProbedCall, query: Tensor, key: Tensor, padding: Tensor | None, hidden: Tensor | None, settings: Settings
 ) -> None:
-    """Add lengths of all queries and keys, or of some that are spread evenly."""
+    """Add the norms of all queries and keys, or of evenly spaced ones if rows are sampled."""
     sides = []
     for vectors, left_out in ((query, padding), (key, hidden)):
         step = 1 if settings.rows is None else max(1, vectors.shape[-2] // NORMED_ROWS)
@@ -303,7 +303,7 @@ def _add_lengths(
 
 
 def _scales(planned: PlannedCall, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the scale that the operations say, or the slope of scores on q·k where a constant was changed."""
+    """Return the planned scale, or the measured slope of the scores over q·k if the two disagree."""
     known, softcap = planned.written, planned.template.softcap
     assert known is not None
     factors = np.abs(planned.factors[0]) * np.abs(planned.factors[1])
@@ -322,7 +322,7 @@ def _scales(planned: PlannedCall, scores: Tensor, query: Tensor, key: Tensor) ->
 
 
 def _spread(vectors: Tensor, most: int) -> Tensor:
-    """Return positions spread over the queries, or keys, on their device."""
+    """Return evenly spaced positions of queries or keys, on their device."""
     return constant_on(vectors.device, spread_positions(vectors.shape[-2], most).numpy())
 
 

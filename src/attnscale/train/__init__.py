@@ -1,4 +1,4 @@
-"""A model in training -> records of its scores, alarms, and where they are going; callbacks for training loops."""
+"""Monitoring of a model in training: records, alarms and forecasts of its scores, QK-Clip, and trainer callbacks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ _CALLBACKS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a callback, and the package that it is for, when it is asked for."""
+    """Import a callback and its trainer's package on first use."""
     if name in _CALLBACKS:
         return getattr(import_module(f"attnscale.train.{_CALLBACKS[name]}"), name)
     raise AttributeError(f"module 'attnscale.train' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""History: what a monitor remembers between sampled steps: scores, losses, where each layer began, standing alarms."""
+"""History of a monitor: scores and losses of earlier samples, the first numbers of each layer, and active alarms."""
 
 import math
 import operator
@@ -25,12 +25,12 @@ from attnscale.measure.stats import ScoreStats
 from attnscale.train.record import LayerRecord
 
 FACTORS = ("scale_applied", "query_norm", "key_norm", "alignment")
-LOSSES = 128  # the latest losses, and the first, by which a divergence is judged
-WINDOW = 32  # samples a growth is fitted to: the latest, since growth changes with the learning rate
+LOSSES = 128  # number of losses used to detect a divergence: the first and the latest
+WINDOW = 32  # latest samples used to fit a growth, which changes with the learning rate
 
 
 class Sample(NamedTuple):
-    """Largest score of a layer at a step as softmax sees it, its upper bound, and the factor that clipping applied."""
+    """Largest effective score of a layer at a step, its upper bound, and the factor that clipping applied."""
 
     step: int
     largest: float
@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 
 
 def append(samples: list[Sample], sample: Sample) -> None:
-    """Add a sample to the latest ones, in place of those that a resumed run repeats."""
+    """Add a sample, replacing those from its step on, which a resumed run repeats."""
     while samples and samples[-1].step >= sample.step:
         samples.pop()
     samples.append(sample)
@@ -55,7 +55,7 @@ def trend(samples: Sequence[Sample], softcap: float | None) -> Trend:
     """Return the trend of samples in order of steps, under the soft-cap of the layer."""
     steps, largest, bounds, lowered = zip(*samples, strict=True) if samples else ((), (), (), ())
     if any(factor < 1 for factor in lowered):
-        since = [1.0]  # what clipping multiplied each sample by since then
+        since = [1.0]  # product of the clipping factors after each sample
         for factor in reversed(lowered[1:]):
             since.append(since[-1] * factor)
         largest, bounds = (tuple(map(operator.mul, each, reversed(since))) for each in (largest, bounds))
@@ -63,7 +63,7 @@ def trend(samples: Sequence[Sample], softcap: float | None) -> Trend:
 
 
 def is_held(samples: Sequence[Sample]) -> bool:
-    """Return True if QK-Clip acted just now, or has acted on scores as large as the last."""
+    """Return True if QK-Clip acted on the last sample, or on earlier scores that were at least as large."""
     clipped = [index for index, sample in enumerate(samples) if sample.lowered < 1]
     if not clipped:
         return False
@@ -73,17 +73,17 @@ def is_held(samples: Sequence[Sample]) -> bool:
 
 @dataclass
 class LayerHistory:
-    """The remembered numbers of one layer."""
+    """Stored numbers of one layer."""
 
-    samples: list[Sample] = field(default_factory=list)  # the latest
+    samples: list[Sample] = field(default_factory=list)  # latest samples
     first: list[float] = field(default_factory=list)  # logarithms of FACTORS at its first step
-    baseline: Baseline | None = None  # of a trained model
+    baseline: Baseline | None = None  # numbers at the first sampled step of a trained model
     scale_error: ScaleError | None = None
-    standing: dict[str, int] = field(default_factory=dict)  # reasons of its alarm, and the step each began at
+    standing: dict[str, int] = field(default_factory=dict)  # first step of each reason of its active alarm
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "LayerHistory":
-        """Read what dataclasses.asdict() returned, also by way of JSON."""
+        """Create it from the result of dataclasses.asdict(), also after a round trip through JSON."""
         baseline, error = state["baseline"], state["scale_error"]
         return cls(
             [Sample(*sample) for sample in state["samples"]],
@@ -95,9 +95,9 @@ class LayerHistory:
 
 
 class History:
-    """The largest score of every layer over time, the first numbers of each layer, losses, and standing alarms.
+    """Largest score of every layer over time, the first numbers of each layer, losses, and active alarms.
 
-    Where the model was `trained` before, each layer is compared with its numbers at its first sampled step.
+    If the model was already `trained`, each layer is compared with its numbers at its first sampled step.
     """
 
     def __init__(self, limits: Thresholds, trained: bool = False) -> None:
@@ -113,7 +113,7 @@ class History:
 
     @property
     def is_calm(self) -> bool:
-        """True if no alarm stands."""
+        """True if no alarm is active."""
         return not self._loss_diverges and not any(layer.standing for layer in self._layers.values())
 
     def add(
@@ -127,14 +127,14 @@ class History:
         scale_errors: Mapping[str, ScaleError] = MappingProxyType({}),
         rescaled: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> list[Finding]:
-        """Add a sampled step, and return the alarms that were not standing before.
+        """Add a sampled step, and return the new alarms.
 
-        `stats` tell the errors of sampled numbers. `audit` are findings about the step's forward, and alarms of the
-        first step; `scale_errors` are the layers whose multiplier they accuse. `rescaled` are the sides of each layer
-        that pass a norm or a temperature after their projection.
+        `stats` gives the standard errors of sampled numbers. `audit` has findings about the first step, which become
+        its alarms, and `scale_errors` has the layers with a wrong scale among them. `rescaled` has the sides of each
+        layer, query or key, that pass a norm or a temperature after their projection.
         """
         new = list(audit)
-        audited = {finding.layer for finding in new}  # more about those would be a symptom
+        audited = {finding.layer for finding in new}  # a further alarm of these layers would only be a symptom
         snapshots = []
         for name, layer in layers.items():
             known = self._layers.setdefault(name, LayerHistory())
@@ -143,7 +143,7 @@ class History:
             entropy, trace = layer.whole("entropy_ratio"), layer.whole("jacobian_trace")
             if not known.first and self.trained:
                 known.baseline = Baseline(layer.effective_max[0], entropy, trace)
-            if not known.first or not all(map(math.isfinite, known.first)):  # of a call that was not followed
+            if not known.first or not all(map(math.isfinite, known.first)):  # a factor was unknown
                 known.first = _factors(layer)
             snapshot = LayerSnapshot(
                 name,
@@ -186,7 +186,7 @@ class History:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what state_dict() returned, also by way of JSON."""
+        """Restore the result of state_dict(), also after a round trip through JSON."""
         self._layers = {name: LayerHistory.from_dict(layer) for name, layer in state.get("layers", {}).items()}
         self._losses, self.trained = list(map(float, state.get("losses", ()))), bool(state.get("trained", self.trained))
         self._loss_diverges = bool(state.get("loss_diverges", False))
@@ -208,11 +208,11 @@ def _change(first: list[float], layer: LayerRecord) -> Change:
 
 
 def _error(stats: ScoreStats | None, name: str) -> float:
-    """Return the standard error of a number of a layer; 0 where every row was measured, or where it is not known."""
+    """Return the standard error of a layer's statistic; 0 if every row was measured or the error is unknown."""
     error = 0.0 if stats is None else STATISTICS[name].error(stats)
     return error if math.isfinite(error) else 0.0
 
 
 def _factors(layer: LayerRecord) -> list[float]:
-    """Logarithms of the means of FACTORS; their sum is, but for the spread of heads, that of the scores."""
+    """Return the logarithms of the means of FACTORS; their sum is about the logarithm of the size of the scores."""
     return [math.log(max(layer.whole(name), 1e-300)) for name in FACTORS]

@@ -1,8 +1,8 @@
-"""Reading a log of records: its files, its lines, and the runs they belong to.
+"""Reading of a log: its files, its lines, and the runs of its records.
 
-A log is FILE and the files that continue it: FILE.1, FILE.2 … (`scores.1.jsonl`). Each line is a record and names its
-run, so two runs in one file are told apart. Where a run was resumed, its step goes back, and that record replaces those
-from its step on. A last line without an end, which a killed process leaves, is skipped. Files are read as a stream.
+A log is FILE and its continuations FILE.1, FILE.2 … (`scores.1.jsonl`). Each line is a record with the name of its run,
+so a file may have several runs. When a run is resumed, its step goes back, and the new records replace those from that
+step on. An incomplete last line, left by a killed process, is skipped. Files are read as a stream.
 """
 
 import os
@@ -17,8 +17,8 @@ from attnscale.errors import SettingError
 from attnscale.results import PlottedResult
 from attnscale.train.record import LineError, Record
 
-LONGEST = 2**24  # bytes of a line: 1,000 layers of 128 heads; a longer one is read in pieces, which are damaged
-SHOWN = 3  # damaged lines whose fault is kept
+LONGEST = 2**24  # bytes of a line, enough for 1,000 layers of 128 heads; a longer line counts as damaged
+SHOWN = 3  # number of damaged lines with a stored error message
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,10 +39,10 @@ class Log(PlottedResult):
 
 @dataclass
 class LoggedRun:
-    """One run of a log, with step and position in the log of each of its records, 16 bytes a record."""
+    """One run of a log, with the step and the position in the log of each record: 16 bytes per record."""
 
     number: int  # from 1, in the order of the log
-    name: str | None  # None in lines that name no run
+    name: str | None  # None if its lines have no run name
     began: float  # seconds since the epoch
     ended: float
     steps: "array[int]" = field(default_factory=lambda: array("q"))
@@ -54,7 +54,7 @@ class LoggedRun:
         return len(self.steps)
 
     def add(self, record: Record, position: int) -> None:
-        """Add a record, which replaces those from its step on."""
+        """Add a record, replacing those from its step on."""
         while self.steps and self.steps[-1] >= record.step:
             self.steps.pop()
             self.positions.pop()
@@ -63,7 +63,7 @@ class LoggedRun:
         self.ended = record.time
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the run as JSON lists it."""
+        """Return the run as plain values for JSON."""
         return {
             "number": self.number,
             "name": self.name,
@@ -76,17 +76,17 @@ class LoggedRun:
 
 
 class LogReader:
-    """Reads a log once, record by record; afterwards it knows the runs, and how many lines were damaged."""
+    """Reads a log record by record; after one iteration, it has the runs and the number of damaged lines."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.runs: list[LoggedRun] = []
-        self.newest: LoggedRun | None = None  # the run that was written last
+        self.newest: LoggedRun | None = None  # run of the last record
         self.damaged = 0
-        self.damage: list[str] = []  # what is wrong with the first damaged lines
+        self.damage: list[str] = []  # error messages of the first damaged lines
 
     def __iter__(self) -> Iterator[tuple[LoggedRun, Record]]:
-        """Yield each record with its run, in the order in which they were written."""
+        """Yield each record with its run, in the order of the log."""
         runs = {run.name: run for run in self.runs}
         for position, record in enumerate(self._records()):
             run = runs.get(record.run)
@@ -98,7 +98,7 @@ class LogReader:
             yield run, record
 
     def choose(self, wanted: str | None) -> LoggedRun:
-        """Return the run of this name or number, or the one that was written last."""
+        """Return the run with this name or number, or the last one written."""
         if self.newest is None:
             raise SettingError(f"Expected records of attnscale.Monitor in {self.path}, and found none in it.")
         if wanted is None:
@@ -111,7 +111,7 @@ class LogReader:
         raise SettingError(f"Unknown run {wanted!r}. Expected the number or the name of one: {known}{more}.")
 
     def records_of(self, run: LoggedRun) -> Iterator[Record]:
-        """Read the log once more, and yield the records of one run in order of steps."""
+        """Read the log again and yield the records of one run, in order of steps."""
         positions = iter(run.positions)
         awaited = next(positions, None)
         for position, record in enumerate(LogReader(self.path)._records()):
@@ -134,7 +134,7 @@ class LogReader:
             try:
                 yield Record.from_line(line)
             except LineError as error:
-                if line.endswith(b"\n") or len(line) == LONGEST:  # else its writer was killed, or writes it now
+                if line.endswith(b"\n") or len(line) == LONGEST:  # else it is incomplete
                     self.damaged += 1
                     self.damage += [f"{name}, line {number}: {error}"] if self.damaged <= SHOWN else []
 
@@ -144,13 +144,13 @@ def read_log(path: str | Path) -> Log:
     reader, records = LogReader(path), dict[int, list[Record]]()
     for run, record in reader:
         own = records.setdefault(run.number, [])
-        del own[run.records - 1 :]  # which it replaces
+        del own[run.records - 1 :]  # replaced by this record
         own.append(record)
     return Log([record for own in records.values() for record in own], reader.damaged)
 
 
 def log_files(path: Path) -> list[Path]:
-    """Return the files of a log, in the order in which they were written; FILE alone where there is none."""
+    """Return the files of a log in the order of writing; only FILE if none exists."""
     if path.exists() and not path.is_file():
         raise SettingError(f"Expected a log in {path}, and it is no file.")
     return [numbered(path, number) for number in file_numbers(path)]

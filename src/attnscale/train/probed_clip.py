@@ -1,4 +1,4 @@
-"""QK-Clip by probes: maxima in buffers, factors on the device, reports as the numbers reach the host."""
+"""QK-Clip by probes: maxima in buffers, factors on the device, and reports after the numbers reach the host."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,15 @@ from attnscale.probes.maxima import MaxBuffers
 from attnscale.probes.placement import Placement, Structure
 from attnscale.watching.layer import Layer
 
-MOST_EMPTY = 4  # steps in which no attention runs, before any buffer was written
-MOST_PENDING = 64  # steps whose numbers a GPU may still owe
-# Steps after which a GPU's numbers are read to check the effect of clips; the same on all ranks.
+MOST_EMPTY = 4  # initial steps without any attention before the probes are removed
+MOST_PENDING = 64  # steps with numbers still on the GPU before a report waits for them
+# The numbers of a step are read this many steps later to check the effect of clips; equal on all ranks.
 STEPS_UNTIL_OBSERVED = 8
 
 
 @dataclass(frozen=True, eq=False)
 class _Pending:
-    """The numbers of a step, copied to the host: maxima, factors, two votes, and the number of unplanned calls."""
+    """Numbers of a step on their way to the host: maxima, factors, two votes, and the number of unplanned calls."""
 
     packed: Tensor
     event: "torch.cuda.Event | None"
@@ -34,7 +34,7 @@ class _Pending:
 
     @classmethod
     def of(cls, numbers: Tensor, factors: Tensor, votes: Tensor, unplanned: Tensor) -> "_Pending":
-        """Begin to copy what is on the device."""
+        """Start to copy the numbers to the host."""
         packed = torch.cat([numbers[0], factors, votes.to(factors), unplanned.to(factors)[None]])
         if not packed.is_cuda:
             return cls(packed, None, numbers.shape[1])
@@ -54,7 +54,7 @@ class _Pending:
 
     @property
     def maxima(self) -> Floats:
-        """Largest score of each slot that passed the threshold, (1, slots); waits for them."""
+        """Largest score of each slot above the threshold, (1, slots); waits for the copy."""
         return self._numbers[: self.slots][None]
 
     @property
@@ -72,7 +72,7 @@ class _Pending:
 
 
 class ProbedClip:
-    """A model with probes of its maxima, until it is closed."""
+    """Clips a model through probes of its maxima, until it is closed."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ProbedClip:
     ) -> None:
         model = self._model = placement.model
         self._structure, self.axes = Structure(model), axes
-        self.has_unplanned = False  # some module attends more often in a run than it did in the trace
+        self.has_unplanned = False  # True if a module attends more often per run than in the trace
         self._was_written, self._empty = False, 0
         self._clipper = Clipper(model, heads_of(layers), threshold, axes, frozen, check)
         self._buffers = MaxBuffers(placement, layers, threshold, device_of(model))
@@ -99,11 +99,11 @@ class ProbedClip:
 
     @property
     def is_current(self) -> bool:
-        """True if the modules and parameters are those that were traced, where they were."""
+        """True unless a module or parameter was replaced, moved or converted since the trace."""
         return self._clipper.scaler.is_current and self._structure.matches(self._model)
 
     def misses_calls(self) -> bool:
-        """Return True if the model, or its part on another rank, attends where no probe is; asked until one ran."""
+        """Return True if attentions of any rank run without a probe; False after probes have worked once."""
         if self._was_written:
             return False
         ran = self._buffers.calls()
@@ -115,7 +115,7 @@ class ProbedClip:
         return any(some and not every for some, every in answers) or self._empty == MOST_EMPTY
 
     def clip(self) -> list[ClipReport]:
-        """Clip what passed the threshold since the last step; return the reports that have arrived."""
+        """Clip the heads that exceeded the threshold in this step; return the reports that have arrived."""
         own, unplanned = self._buffers.read()
         self._buffers.clear_()
         numbers, votes = self._clipper.agreed(own[None])
@@ -130,7 +130,7 @@ class ProbedClip:
         return self.arrived(waits=len(self._unreported) > MOST_PENDING)
 
     def _observe(self, remaining: int) -> None:
-        """Check the effect of clips, of all steps but the last ones."""
+        """Check the effect of clips for all steps except the `remaining` last ones."""
         while len(self._unobserved) > (0 if self._clipper.is_due else remaining):
             pending = self._unobserved.popleft()
             if not self._is_quiet(pending):
@@ -138,11 +138,11 @@ class ProbedClip:
         self._clipper.settle()
 
     def _is_quiet(self, pending: _Pending) -> bool:
-        """Return True if no head passed the threshold and nobody voted: then nothing is to be noted or reported."""
+        """Return True if no head exceeded the threshold and no rank voted: there is nothing to observe or report."""
         return bool((pending.maxima <= self._clipper.threshold).all()) and not any(pending.votes)
 
     def arrived(self, waits: bool) -> list[ClipReport]:
-        """Return the reports of steps whose numbers have reached the host."""
+        """Return the reports of the steps with numbers on the host; `waits` for all others too."""
         found = []
         while self._unreported and (waits or self._unreported[0].has_arrived):
             pending = self._unreported.popleft()
@@ -154,7 +154,7 @@ class ProbedClip:
 
 
 def why_not_probed(placement: Placement, layers: Mapping[str, Layer]) -> str:
-    """Return why maxima cannot be taken by probes; empty where they can."""
+    """Return why probes cannot measure the maxima; empty if they can."""
     reasons = [f"{path or 'the model itself'}: {placement.reason(path)}" for path in placement.fallbacks]
     biased = [name for name, layer in layers.items() if layer.highest_bias or layer.sinks is not None]
     reasons += [f"{name} has more than products of queries and keys in its scores" for name in biased]

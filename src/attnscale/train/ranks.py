@@ -1,8 +1,8 @@
-"""Ranks: what every rank measured at a step becomes one, through the key-value store by which the ranks of a job met.
+"""Merging of the measurements of all ranks at a step, through torch.distributed's key-value store.
 
-Every rank writes its payload to the store. Rank 0 waits for those of the same moment, merges them and writes the
-result, which the others read. A collective hangs, or breaks its group, when a rank is missing. A store is read with a
-time-out, whatever backend training uses, and a rank that does not answer is left out.
+Every rank writes its payload to the store. Rank 0 waits for the payloads of the same moment, merges them and writes the
+result, and the others read it. A collective would hang or break its group if a rank is missing. Reading the store has a
+time-out with every backend, and a rank that does not answer is excluded.
 """
 
 import pickle
@@ -22,13 +22,13 @@ from attnscale.train.tally import Tallies, from_bytes, merge, to_bytes
 
 COLLECTING, ANSWERING = 0.5, 0.9  # shares of the time-out: rank 0 collects, and the others still read its answer
 AGAIN = 0.25  # seconds to wait for a rank that did not answer the last time
-NUMBERS: dict[tuple[int, ...], "count[int]"] = {}  # of exchanges between the same ranks, in the order of their program
+NUMBERS: dict[tuple[int, ...], "count[int]"] = {}  # numbers the exchanges of each set of ranks
 
 Learned = tuple[float | None, float | None]  # loss and learning rate, None where not given
 
 
 class Moment(NamedTuple):
-    """A training step of a run, and how often the run was resumed before it."""
+    """A training step, and how often its run was resumed before it."""
 
     run: int
     step: int
@@ -39,22 +39,22 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Merged:
-    """The tallies of a step, and whose they are."""
+    """Merged tallies of a step."""
 
     tallies: Tallies
     ranks: int = 1
-    rank: int | None = None  # whose they are, where ranks could not be merged
-    is_first: bool = True  # on the rank that logs
-    learning: Learned = (None, None)  # the mean loss of the ranks that gave one, and the learning rate of this rank
+    rank: int | None = None  # this rank, if ranks could not be merged
+    is_first: bool = True  # True on the rank that logs
+    learning: Learned = (None, None)  # mean loss over ranks, and the learning rate of this rank
 
     @property
     def is_written_here(self) -> bool:
-        """True on the rank whose sinks get the record."""
+        """True if the sinks of this rank get the record."""
         return self.is_first or self.rank is not None
 
 
 class Ranks:
-    """The ranks of a group. Nothing here waits longer than `timeout` seconds; `warn` gets what goes wrong."""
+    """Exchange between the ranks of a group; waits at most `timeout` seconds and calls `warn` for failures."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Ranks:
         self._group, self._head_group, self._timeout, self._warn = group, head_group, timeout, warn
         self._store: Any = None
         self._written = ""  # the key of this rank's latest payload
-        self._heard: dict[int, Moment] = {}  # by rank: the moment at which it answered last
+        self._heard: dict[int, Moment] = {}  # last moment at which each rank answered
         self._missed: set[int] = set()  # ranks that did not answer the last time
         self._warned: set[int] = set()
         self._warnings: list[str] = []  # from the thread of an exchange
@@ -74,12 +74,12 @@ class Ranks:
 
     @property
     def part(self) -> int:
-        """Number of this rank's part of the heads of every layer."""
+        """Index of this rank's part of the heads of every layer."""
         return 0 if self._head_group is None else dist.get_rank(self._head_group)
 
     @property
     def is_needed(self) -> bool:
-        """True if other ranks have anything to add."""
+        """True if there are other ranks."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     @property
@@ -88,7 +88,7 @@ class Ranks:
         return not self.is_needed or dist.get_rank(self._group) == 0
 
     def merged(self, moment: Moment, own: Tallies, learning: Learned) -> Merged:
-        """Return the tallies of all ranks; every rank of the group must call it, also one that measured nothing."""
+        """Return the merged tallies of all ranks; every rank of the group must call it, even without measurements."""
         loss, lr = learning
         payload = pickle.dumps(([] if loss is None else [loss], to_bytes(own)))
         exchange = self._collect if self.is_first else self._ask
@@ -100,7 +100,7 @@ class Ranks:
         return Merged(from_bytes(tallies), ranks, rank, self.is_first, (mean, lr))
 
     def break_off(self, moment: Moment) -> None:
-        """Tell the others that nothing will come of this moment."""
+        """Tell the other ranks that this rank has no payload for this moment."""
         self._in_time(lambda: self._write(moment, b""))
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Ranks:
         self._store = None
 
     def _in_time(self, exchange: Callable[[], bytes]) -> bytes:
-        """Run an exchange on a thread of its own: a store whose host has stopped keeps its callers for ever."""
+        """Run an exchange on a separate thread with a time-out, since a store without its host blocks for ever."""
         if self._thread is not None and self._thread.is_alive():
             return b""
         found: list[bytes] = []
@@ -116,7 +116,7 @@ class Ranks:
         def run() -> None:
             try:
                 found.append(exchange())
-            except Exception as error:  # the run is worth more than its log
+            except Exception as error:  # logging must not stop training
                 self._warnings.append(f"The exchange between ranks failed: {type(error).__name__}: {error}.")
 
         self._connect()
@@ -137,9 +137,9 @@ class Ranks:
             self._store = store_of_ranks(f"attnscale/{zlib.crc32(repr(self._members).encode())}/{number}")
 
     def _collect(self, moment: Moment, own: bytes) -> bytes:
-        """Merge what comes in time, and answer all."""
+        """Merge the payloads that arrive in time, and write the result for all ranks."""
         answers = self._read(range(1, len(self._members)), moment, COLLECTING * self._timeout)
-        payloads = [own, *filter(None, answers)]  # an empty one was broken off
+        payloads = [own, *filter(None, answers)]  # an empty payload comes from break_off()
         return self._write(moment, pickle.dumps((len(payloads), merge_payloads(payloads))))
 
     def _ask(self, moment: Moment, own: bytes) -> bytes:
@@ -155,7 +155,7 @@ class Ranks:
         return payload
 
     def _read(self, ranks: Sequence[int], moment: Moment, patience: float) -> list[bytes]:
-        """Return what ranks wrote of this moment; wait for those that answered the last time."""
+        """Return the payloads of ranks at this moment; waits longer for ranks that answered the last time."""
         for is_late, seconds in ((False, patience), (True, AGAIN)):
             keys = [_key(rank, moment) for rank in ranks if (rank in self._missed) == is_late]
             deadline, pause = time.monotonic() + seconds, 5e-4

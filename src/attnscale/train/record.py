@@ -1,4 +1,4 @@
-"""Record: the score statistics of every layer and head at one training step; one line of a log."""
+"""Record of one training step: score statistics of every layer and head, and one line of a log."""
 
 import json
 import math
@@ -12,21 +12,21 @@ from attnscale.measure.statistics import STATISTICS, logged
 from attnscale.plain import plain
 from attnscale.results import PlottedResult
 
-VERSION = 2  # of the format of a line; readers ignore fields that they do not know
-OPTIONAL = ("rank", "run")  # fields of a line that are left out where they are None
-LEARNING = ("loss", "lr")  # likewise; null where they are NaN or infinite
-MOST = 2**53  # of a whole number: every reader of JSON keeps integers exact up to here
-LARGEST = 1e300  # of a number: sums over any number of heads stay finite
-LATEST = 2.5e11  # seconds since the epoch: the last years that calendars can show
+VERSION = 2  # version of the line format; readers ignore unknown fields
+OPTIONAL = ("rank", "run")  # fields of a line that are omitted if None
+LEARNING = ("loss", "lr")  # also omitted if None; null if NaN or infinite
+MOST = 2**53  # largest whole number: every JSON reader is exact up to here
+LARGEST = 1e300  # largest number: sums over heads stay finite
+LATEST = 2.5e11  # latest time, seconds since the epoch: datetime supports no later years
 NAMES = {int: "a whole number", float: "a number", str: "a text", dict: "an object", list: "a list"}
 
 
 class LineError(ValueError):
-    """A line of a log that cannot be read; the message says why."""
+    """Error for a line of a log that cannot be read."""
 
 
 def new_name() -> str:
-    """Return a random name for a run, without drawing from torch's random numbers.
+    """Return a random name for a run, without using torch's random numbers.
 
     >>> len(new_name())
     8
@@ -36,30 +36,31 @@ def new_name() -> str:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer at one step: lists with one number a head, NaN where there is none."""
+    """Statistics of one layer at one step: lists with one number per head, NaN if unknown."""
 
-    rows: int  # measured, over all heads
-    numbers: Mapping[str, list[float]]  # by the names of the catalogue of statistics
-    broken: int = 0  # heads whose scores are NaN or infinite
+    rows: int  # measured rows, summed over heads
+    numbers: Mapping[str, list[float]]  # by name in the catalogue of statistics
+    broken: int = 0  # number of heads with NaN or infinite scores
     softcap: float | None = None
-    clipped: Sequence[float] | None = None  # factor of QK-Clip on each head's scores since the record before
-    keys: float | None = None  # visible to a row, on average
-    uncompiled: bool = False  # its module ran uncompiled under the tracer, others by probes
+    clipped: Sequence[float] | None = None  # factor of QK-Clip on each head's scores since the previous record
+    keys: float | None = None  # mean number of visible keys of a row
+    uncompiled: bool = False  # True if only this module ran uncompiled under the tracer
 
     @property
     def lowered(self) -> float:
-        """Smallest factor of QK-Clip on any head since the record before; 1 where it did nothing."""
+        """Smallest factor of QK-Clip on any head since the previous record; 1 if it did not act."""
         return min((factor for factor in self.clipped or () if factor > 0), default=1.0)
 
     @property
     def effective_max(self) -> tuple[float, int]:
-        """Largest score as far as softmax sees it, and its head; NaN where no head has a score.
+        """Largest effective score and its head; NaN if no head has a score.
 
-        Softmax sees how far a score is above the mean of its row; it is counted as that, or as the score if smaller.
+        Softmax depends on the difference between a score and the mean of its row. The effective score is this
+        difference, or the score itself if that is smaller.
         """
         largest = self.numbers.get("max", ())
         above_mean = self.numbers.get("max_above_mean", largest)
-        effective = list(map(min, largest, above_mean))  # NaN where the score is
+        effective = list(map(min, largest, above_mean))  # NaN if the score is NaN
         highest = max((value for value in effective if value == value), default=math.nan)
         return highest, effective.index(highest) if highest == highest else 0
 
@@ -68,7 +69,7 @@ class LayerRecord:
         return STATISTICS[name].over_heads(self.numbers[name]) if name in self.numbers else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, numbers of five digits."""
+        """Return plain values for JSON, with numbers rounded to five digits."""
         found: dict[str, Any] = {"rows": self.rows}
         found |= {"broken": self.broken} if self.broken else {}
         found |= {"softcap": self.softcap} if self.softcap is not None else {}
@@ -79,7 +80,7 @@ class LayerRecord:
 
     @classmethod
     def from_dict(cls, entries: Any) -> "LayerRecord":
-        """Read what to_dict() returned; numbers that are null are NaN."""
+        """Create it from the result of to_dict(); null becomes NaN."""
         entries = _checked(entries, dict, "a layer")
         names = [name for name in (*logged(), "clipped") if entries.get(name) is not None]
         numbers = {name: _numbers(entries[name], name) for name in names}
@@ -99,25 +100,25 @@ class LayerRecord:
 
 @dataclass(frozen=True, repr=False)
 class Record(PlottedResult):
-    """One sampled step. `step` counts the training steps before it, so 0 is the model as it was initialised."""
+    """Record of one sampled step; `step` counts the training steps before it, so 0 is the initial model."""
 
     step: int
     time: float  # seconds since the epoch
     layers: Mapping[str, LayerRecord]
     alarms: list[Finding] = field(default_factory=list)  # raised at this step
-    ranks: int = 1  # whose rows are in it
-    rank: int | None = None  # whose record it is, where ranks were not merged
-    run: str | None = None  # which run it belongs to; a log may hold several
-    loss: float | None = None  # of the step, the mean of its ranks; NaN where it was none, None where it was not given
-    lr: float | None = None  # the learning rate of the step
+    ranks: int = 1  # number of ranks merged into it
+    rank: int | None = None  # rank of the record, if ranks could not be merged
+    run: str | None = None  # name of its run; a log may have several
+    loss: float | None = None  # mean loss of the step over ranks; None if not passed
+    lr: float | None = None  # learning rate of the step
 
     def whole(self, name: str) -> float:
-        """Return the mean of a statistic over all layers in which it is finite; NaN where there is none."""
+        """Return the mean of a statistic over all layers in which it is finite; NaN if there are none."""
         known = [value for layer in self.layers.values() if math.isfinite(value := layer.whole(name))]
         return math.fsum(known) / len(known) if known else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON: numbers of five digits, None for NaN and infinity."""
+        """Return plain values for JSON, with numbers rounded to five digits and None for NaN and infinity."""
         found: dict[str, Any] = {"version": VERSION, "step": self.step, "time": round(self.time, 3)}
         found |= {"ranks": self.ranks}
         found |= {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
@@ -127,13 +128,13 @@ class Record(PlottedResult):
         return found
 
     def to_line(self) -> bytes:
-        """Return what to_dict() returns as one line of JSON."""
+        """Return to_dict() as one line of JSON."""
         line = json.dumps(self.to_dict(), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return f"{line}\n".encode("utf-8", "surrogatepass")
 
     @classmethod
     def from_dict(cls, entries: Any) -> "Record":
-        """Read what to_dict() returned, checking every field; a LineError says what is wrong."""
+        """Create it from the result of to_dict(); raise LineError for an invalid field."""
         line = _checked(entries, dict, "a record")
         _entry(line, "version", int, VERSION)
         learning = (
@@ -152,7 +153,7 @@ class Record(PlottedResult):
 
     @classmethod
     def from_line(cls, line: bytes) -> "Record":
-        """Read a line of a log; a LineError says what is wrong with it."""
+        """Read a line of a log; raise LineError if it is invalid."""
         try:
             return cls.from_dict(json.loads(line.decode("utf-8", "surrogatepass"), parse_constant=_refuse))
         except LineError:
@@ -176,14 +177,14 @@ def _read_alarm(entries: Any) -> Finding:
 
 
 def _entry(entries: Mapping[str, Any], name: str, kind: type, *default: Any) -> Any:
-    """Return an entry of this type, or the default, if one is given, where it is missing or null."""
+    """Return an entry of this type; if it is missing or null, return the default, or raise LineError without one."""
     value = entries.get(name)
     return default[0] if default and value is None else _checked(value, kind, f"'{name}'")
 
 
 def _checked(value: Any, kind: type, what: str, most: float = LARGEST) -> Any:
-    """Return a value of this type, a finite number if it is one; refuse any other. A float may have no dot."""
-    is_right = type(value) is kind or (kind is float and type(value) is int)  # true is no number
+    """Return a value of this type and range, or raise LineError; a float may be written as an integer."""
+    is_right = type(value) is kind or (kind is float and type(value) is int)  # excludes booleans
     if not is_right or (kind is float and not abs(value) <= most) or (kind is int and not 0 <= value <= MOST):
         text = repr(value) if type(value) is not int or abs(value) <= MOST else "a larger one"
         raise LineError(f"expected {what} as {NAMES[kind]}, got {text if len(text) <= 40 else f'{text[:40]}…'}")
@@ -203,7 +204,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _rounded(value: float) -> float | None:
-    """Round to five digits; None for NaN, infinity and what readers refuse.
+    """Round to five digits; None for NaN, infinity and numbers above LARGEST.
 
     >>> _rounded(0.123456), _rounded(math.inf)
     (0.12346, None)

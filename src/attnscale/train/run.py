@@ -1,6 +1,6 @@
-"""Run: a recorded run as a whole, from its log: where each layer began, where it is, how fast it grows, and a forecast.
+"""Summary of a recorded run: the first and last numbers of each layer, its growth, and a forecast.
 
-A log is summarised while it is read: what is kept of a run does not grow with its length, but for 16 bytes a record.
+A log is summarised while it is read, so memory does not grow with its length, except for 16 bytes per record.
 """
 
 import math
@@ -19,72 +19,72 @@ from attnscale.train.history import Sample, append, trend
 from attnscale.train.log import LoggedRun, LogReader
 from attnscale.train.record import LayerRecord, Record
 
-CURVE_POINTS = 640  # twice as many as the picture of a curve shows
+CURVE_POINTS = 640  # twice the number of points in a plotted curve
 
 
 @dataclass(frozen=True)
 class AlarmGroup:
-    """Alarms that say the same, of one layer or of several, over a run: the latest of the worst speaks for all."""
+    """Equal alarms of one or several layers over a run, shown as the latest of the most severe ones."""
 
     group: Group
-    steps: tuple[int, ...]  # at which one of them was raised
+    steps: tuple[int, ...]  # steps at which one of them was raised
 
     @property
     def when(self) -> str:
-        """The step, or the first and the last of several."""
+        """Step of the alarm, or the number of steps with the first and the last."""
         first, last = self.steps[0], self.steps[-1]
         return f"step {first}" if len(self.steps) == 1 else f"{len(self.steps)} steps from {first} to {last}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the group as JSON takes it."""
+        """Return the group as plain values for JSON."""
         return {**self.group.first.to_dict(), "layers": list(self.group.layers), "steps": list(self.steps)}
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """One layer over a run."""
+    """Summary of one layer over a run."""
 
     name: str
     first_max: float
     last_max: float
-    highest: float  # the largest score of the whole run
-    effective_max: float  # the largest score of the last record as far as softmax sees it
-    numbers: dict[str, float]  # at the last record, over its heads
-    growth: Growth | None  # of the largest score as far as softmax sees it
-    crossing: Crossing | None  # of the next published threshold, where the forecast comes to it
-    is_clipped: bool = False  # QK-Clip keeps it down
+    highest: float  # largest score of the whole run
+    effective_max: float  # largest effective score of the last record
+    numbers: dict[str, float]  # statistics of the last record, combined over heads
+    growth: Growth | None  # growth of the largest effective score
+    crossing: Crossing | None  # forecast crossing of the next published threshold, if any
+    is_clipped: bool = False  # True if QK-Clip limits its scores
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the layer as JSON takes it."""
+        """Return the layer as plain values for JSON."""
         return dict(plain(asdict(self)))
 
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded run."""
+    """Summary of a recorded run."""
 
     first_step: int
     last_step: int
     records: int
-    damaged: int  # lines that were no records
+    damaged: int  # number of lines that are not records
     layers: list[LayerRun]
-    alarms: list[tuple[int, Finding]]  # with the step each was raised at
-    name: str | None = None  # by which its log knows it
-    damage: tuple[str, ...] = ()  # the first of the damaged lines, in words
-    losses: tuple[float, float] | None = None  # the first and the last that are in its records
+    alarms: list[tuple[int, Finding]]  # each with its step
+    name: str | None = None  # name of the run in its log
+    damage: tuple[str, ...] = ()  # error messages of the first damaged lines
+    losses: tuple[float, float] | None = None  # first and last recorded loss
 
     @property
     def worst(self) -> str | None:
-        """The worst severity among its alarms."""
+        """Highest severity of its alarms."""
         return worst(alarm for _, alarm in self.alarms)
 
     @property
     def raised(self) -> tuple[AlarmGroup, ...]:
-        """Its alarms by layer and cause, those that say the same of several layers together; the worst first."""
+        """Its alarms, grouped over steps and layers, the most severe first."""
         return grouped_alarms(self.alarms)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the run as JSON takes it."""
+        """Return the run as plain values for JSON."""
         return {
             "run": self.name,
             "first_step": self.first_step,
@@ -101,7 +101,7 @@ class Run:
 
 
 def grouped_alarms(alarms: Sequence[tuple[int, Finding]]) -> tuple[AlarmGroup, ...]:
-    """Group alarms with their steps: by layer and code, and those of one code and severity together."""
+    """Group alarms by layer and code, and then those of equal code and severity over layers."""
     spoken, steps = dict[tuple[str, str], Finding](), dict[tuple[str, str], set[int]]()
     for step, alarm in alarms:
         key = alarm.layer, alarm.code
@@ -116,7 +116,7 @@ def grouped_alarms(alarms: Sequence[tuple[int, Finding]]) -> tuple[AlarmGroup, .
 
 
 class Summary:
-    """A run while its records are read, in order of steps."""
+    """Summary of a run that is updated with its records, in order of steps."""
 
     def __init__(self) -> None:
         self._layers: dict[str, _LayerSummary] = {}
@@ -125,7 +125,7 @@ class Summary:
         self._losses: tuple[float, float] | None = None
 
     def add(self, record: Record) -> None:
-        """Take what is needed from the next record, which replaces those from its step on."""
+        """Add the next record, replacing those from its step on."""
         while self._alarms and self._alarms[-1][0] >= record.step:
             self._alarms.pop()
         self._steps = (self._steps[0] if self._steps else record.step, record.step)
@@ -136,7 +136,7 @@ class Summary:
             self._layers.setdefault(name, _LayerSummary()).add(record.step, layer)
 
     def run(self, records: int, damaged: int = 0, damage: Sequence[str] = (), name: str | None = None) -> Run:
-        """Return the run as a whole, of so many records."""
+        """Return the summary of the run, with this number of records."""
         if self._steps is None:
             raise InputError("Expected at least one record to summarise, got none.")
         layers = [layer.run(name) for name, layer in self._layers.items()]
@@ -144,7 +144,7 @@ class Summary:
 
 
 def summarise(records: Iterable[Record], damaged: int = 0) -> Run:
-    """Summarise a run from its records, in order of steps; at least one."""
+    """Summarise a run from its records, at least one, in order of steps."""
     summary, known = Summary(), list(records)
     for record in known:
         summary.add(record)
@@ -152,8 +152,6 @@ def summarise(records: Iterable[Record], damaged: int = 0) -> Run:
 
 
 class _LayerSummary:
-    """One layer while its records are read."""
-
     def __init__(self) -> None:
         self._first_max: float | None = None
         self._samples: list[Sample] = []
@@ -198,13 +196,13 @@ class Survey:
         return self.reader.runs
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the run as JSON takes it, and the list of all runs."""
+        """Return the chosen run and the list of all runs as plain values for JSON."""
         return {**self.run.to_dict(), "number": self.chosen.number, "runs": [run.to_dict() for run in self.runs]}
 
     def curves(self) -> list[Record]:
-        """Read the log once more, for about CURVE_POINTS records of the run and all that have an alarm.
+        """Read the log again for about CURVE_POINTS records of the run, and all records with an alarm.
 
-        The first and the last are whole, the others have one number a layer in place of one a head.
+        The first and the last record are complete; the others have one number per layer instead of one per head.
         """
         stride, last = math.ceil(self.chosen.records / CURVE_POINTS), self.chosen.records - 1
         return [
@@ -215,7 +213,7 @@ class Survey:
 
 
 def survey(path: Path, wanted: str | None = None) -> Survey:
-    """Read a log once: the run of a name or a number in it, or the one that was written last."""
+    """Read a log once and summarise the run with this name or number, or the last one written."""
     reader, summaries = LogReader(path), dict[int, Summary]()
     for run, record in reader:
         summaries.setdefault(run.number, Summary()).add(record)

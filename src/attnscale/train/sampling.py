@@ -1,4 +1,4 @@
-"""Sampling: what a monitor keeps of a model between sampled steps: its plan for probes, and what QK-Clip took."""
+"""State of a monitor between sampled steps: the plan for probes, and the factors of QK-Clip."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,23 +19,23 @@ from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
 MOST_MISSED = 2  # probed steps that may miss attentions; after that every sampled step is traced
-LASTING = 32  # complete probed steps, one after the other, that end the count of those which missed attentions
+LASTING = 32  # successive complete probed steps that reset the count of incomplete ones
 
 
 class Sampling:
-    """Remembers the plan of a model between its sampled steps."""
+    """Keeps the plan of a model between its sampled steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._plan: Plan | None = None
-        self._placement: Placement | None = None  # of the plan
+        self._placement: Placement | None = None  # placement of the plan's probes
         self._missed = 0  # probed steps that missed some attention
-        self._complete = 0  # probed steps since then
-        self._structure: Structure | None = None  # of the model, when it was last measured
-        self._obstacle = ""  # why the last traced step could not have had probes
+        self._complete = 0  # complete probed steps since then
+        self._structure: Structure | None = None  # structure of the model when last measured
+        self._obstacle = ""  # reason why the last step was traced despite a plan
 
     def watched(self, settings: Settings) -> AbstractContextManager[Seen]:
-        """Return the context of a sampled step: with probes where there is a plan, and traced elsewhere."""
+        """Return the context of a sampled step: probed if there is a plan, otherwise traced."""
         if self._structure is None or not self._structure.matches(self._model):
             self._plan, self._structure, self._missed = None, Structure(self._model), 0
         if self._plan is not None and self._missed < MOST_MISSED:
@@ -47,15 +47,15 @@ class Sampling:
         return watched(self._model, settings)
 
     def begin_conclusion(self) -> None:
-        """Forget the plan until the step has been seen to its end."""
+        """Drop the plan until the step has ended without an error."""
         self._plan = None
 
     def note_nothing_seen(self, seen: Seen) -> None:
-        """Note a step in which no attention was seen."""
+        """Record a step in which no attention ran."""
         self._missed += seen.is_probed
 
     def note(self, seen: Seen) -> None:
-        """Note a step that was seen to its end."""
+        """Record a step that ended without an error."""
         if seen.is_probed and seen.plan is None:
             self._missed, self._complete = self._missed + 1, 0
         elif seen.is_probed:
@@ -64,7 +64,7 @@ class Sampling:
         self._plan = seen.plan
 
     def notices(self, seen: Seen) -> Iterator[AttnscaleWarning]:
-        """Yield what the user should know about how a step was measured, before note()."""
+        """Yield warnings about how a step was measured; call it before note()."""
         if seen.without_gradients:
             yield NotRecordedWarning(
                 "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
@@ -84,18 +84,18 @@ class Sampling:
             )
 
 
-Logs = Mapping[tuple[str, int], float]  # of factors, by layer and head
+Logs = Mapping[tuple[str, int], float]  # logarithms of factors, by layer and head
 
 
 @dataclass(frozen=True)
 class Clipped:
-    """Logarithms of QK-Clip's factors, until the record before and until this one; None without a clip."""
+    """Logarithms of QK-Clip's total factors at the previous record and at this one; None without a clip."""
 
     before: Logs
     until: Logs | None
 
     def with_factors(self, record: LayerRecord, name: str, layer: LayerFacts | None, part: int) -> LayerRecord:
-        """Return a record with the factors of this rank's heads, the `part` of all; NaN for those of other ranks."""
+        """Return the record with the clip factors of this rank's part of the heads; NaN for heads of other ranks."""
         if layer is None:
             return record
         factors = None
@@ -111,7 +111,7 @@ class Clipped:
 
 
 class Clips:
-    """The factors of QK-Clip when a sampled step began."""
+    """Total factors of QK-Clip at the begin of sampled steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -119,11 +119,11 @@ class Clips:
         self._until: Logs | None = None
 
     def begin(self) -> None:
-        """Begin a sampled step: wait for factors from a GPU."""
+        """Begin a sampled step; waits for factors from a GPU."""
         self._until = clip_logs(self._model)
 
     def since(self) -> Clipped:
-        """Return the factors between the record before and this one."""
+        """Return the factors since the previous record."""
         found = Clipped(self._before, self._until)
         self._before = {} if self._until is None else self._until
         return found

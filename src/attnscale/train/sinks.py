@@ -1,4 +1,4 @@
-"""Sinks: where records go. Any callable that takes a Record is one; those in SINKS have names."""
+"""Sinks, which receive records: any callable that accepts a Record, or a name in SINKS."""
 
 import errno
 import math
@@ -19,23 +19,23 @@ from attnscale.train.record import LEARNING, Record, new_name
 
 Sink = Callable[[Record], None]
 
-# How a sink is asked for, with its argument in capitals where it takes one, and the class that is made then and not
-# before: one stands in a room that is built on this one.
+# Names of sinks, with an argument in capitals, and their classes. They are imported on use, because LiveTable is in a
+# package that imports this one.
 SINKS = {
     "tensorboard:DIR": "attnscale.train.sinks:TensorBoard",
     "wandb": "attnscale.train.sinks:WeightsAndBiases",
     "mlflow": "attnscale.train.sinks:MLflow",
     "table": "attnscale.show.live_table:LiveTable",
 }
-LOGS = (".jsonl", ".json")  # what the path of a log ends in
-DEFAULT_LIMIT = 250 * 10**6  # bytes of a file; at a megabyte a record, as of 126 layers of 128 heads, 250 records
-PREFIX = "attnscale_"  # of curves
-STEP = "attnscale/step"  # the axis of W&B's curves: the step that it counts itself is not the training step
-LONGEST_TAG = 5000  # characters of the text of a tag of MLflow
+LOGS = (".jsonl", ".json")  # suffixes of log files
+DEFAULT_LIMIT = 250 * 10**6  # bytes per file: 250 records of 126 layers with 128 heads, at one megabyte each
+PREFIX = "attnscale_"  # prefix of curve names
+STEP = "attnscale/step"  # x-axis of W&B's curves, because W&B's own step is not the training step
+LONGEST_TAG = 5000  # largest number of characters of an MLflow tag
 
 
 def sink_from(given: str | Path | Sink) -> Sink:
-    """Return the sink of a name in SINKS, or of the path of a .jsonl file; a callable is one already."""
+    """Return the sink for a name in SINKS or the path of a .jsonl file; return a callable unchanged."""
     if callable(given):
         return given
     name, _, argument = str(given).partition(":")
@@ -54,10 +54,10 @@ def sink_from(given: str | Path | Sink) -> Sink:
 
 
 class JsonLines:
-    """Append records to a file, one a rank; a full disk is told once and never stops training.
+    """Append records to a file, one file per rank; a full disk causes one warning and never stops training.
 
-    A record that names no run belongs to this sink's own. Where a file would pass `limit` bytes, the log goes on in
-    FILE.1, then in FILE.2 and so on (`scores.1.jsonl`). Several processes may write one log.
+    A record without a run gets the run of this sink. If a file would exceed `limit` bytes, the log continues in FILE.1,
+    then in FILE.2 and so on (`scores.1.jsonl`). Several processes may write one log.
     """
 
     def __init__(self, path: str | Path, limit: int = DEFAULT_LIMIT) -> None:
@@ -69,7 +69,7 @@ class JsonLines:
         """Append one line."""
         line = (record if record.run is not None else replace(record, run=self.run)).to_line()
         path = self.path
-        if record.rank:  # others than rank 0 have their number in the name
+        if record.rank:  # ranks other than 0 have their number in the file name
             path = path.with_name(f"{path.stem}.rank{record.rank}{path.suffix}")
         try:
             self._append(path, line)
@@ -80,7 +80,7 @@ class JsonLines:
                 warnings.warn(f"{message} until it can be written again.", SinkWarning, stacklevel=2)
 
     def _append(self, path: Path, line: bytes) -> None:
-        """Write a whole line at once to the end of a file, on a line of its own also after one that was cut short."""
+        """Append a line to a file in one write; start a new line if the last one is incomplete."""
         path.parent.mkdir(parents=True, exist_ok=True)
         number = file_numbers(path)[-1]
         newest = numbered(path, number)
@@ -98,10 +98,10 @@ class JsonLines:
 
 
 def scalars(record: Record, names: Iterable[str] | None = None, *, heads: bool = False) -> Iterator[tuple[str, float]]:
-    """Yield `attnscale_NUMBER/LAYER` and its value over the heads, where finite; tools group by what stands first.
+    """Yield `attnscale_NUMBER/LAYER` and the value of each layer, if finite; tools group curves by the first part.
 
-    Where no names are given it is all numbers, with `attnscale/loss` and `attnscale/lr`. With `heads` each head has
-    its own curve as well, `attnscale_NUMBER/LAYER/head_0`.
+    `names=None` yields all statistics, with `attnscale/loss` and `attnscale/lr`. With `heads`, each head also has its
+    own curve, `attnscale_NUMBER/LAYER/head_0`.
     """
     for name in LEARNING if names is None else ():
         value = getattr(record, name)
@@ -125,7 +125,7 @@ def _package(tool: str) -> Any:
 
 
 class TensorBoard:
-    """Write to an event file in a folder; alarms as text. With `heads` each head has its own curve as well."""
+    """Write curves to an event file in a folder, and alarms as text. With `heads`, each head also has its own curve."""
 
     def __init__(self, folder: str, *, heads: bool = False) -> None:
         _package("tensorboard")
@@ -136,7 +136,7 @@ class TensorBoard:
         self._writer.add_custom_scalars({"attnscale": charts})  # layers share a chart
 
     def __call__(self, record: Record) -> None:
-        """Add a point to every curve; those of ranks that were not merged are rank 0's."""
+        """Add a point to every curve; ignores records of other ranks than 0."""
         if record.rank:
             return
         for tag, value in scalars(record, heads=self._heads):
@@ -151,7 +151,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Log curves over `attnscale/step`, and alarms as alerts. With `heads` each head has its own curve as well."""
+    """Log curves over `attnscale/step`, and alarms as alerts. With `heads`, each head also has its own curve."""
 
     def __init__(self, *, heads: bool = False) -> None:
         self._wandb, self._heads, self._run = _package("wandb"), heads, None
@@ -168,8 +168,8 @@ class WeightsAndBiases:
             for curves in ("attnscale/*", f"{PREFIX}*"):
                 run.define_metric(curves, step_metric=STEP)
             self._run = run
-        # W&B drops what comes with a step below its own. So a loop that logs with its training step must find W&B's
-        # step no further than that, and records after W&B's step passed theirs need rows of their own.
+        # W&B drops values with a step below its own. Pass the training step, so that a loop that logs with it too keeps
+        # working, but not if W&B's step is already larger.
         at: dict[str, Any] = {"step": record.step} if record.step >= run.step else {}
         run.log({**dict(scalars(record, heads=self._heads)), STEP: record.step}, **at)
         for group in grouped(record.alarms):
@@ -177,7 +177,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Log one metric a layer and number, at the step of the record; every alarm as a tag of its own, with its step."""
+    """Log one metric per layer and statistic at the step of the record, and each alarm as a tag with its step."""
 
     def __init__(self) -> None:
         self._mlflow = _package("mlflow")
@@ -195,7 +195,7 @@ class MLflow:
 
 
 def _allowed(name: str) -> str:
-    """Replace what MLflow does not take in a name by underscores.
+    """Replace characters that MLflow does not allow in a name by underscores.
 
     >>> _allowed("attnscale_spread/layer[3]")
     'attnscale_spread/layer_3_'

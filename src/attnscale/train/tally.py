@@ -1,7 +1,7 @@
-"""Tallies: the sums that one rank measured of each layer in a step, which add up over calls and ranks -> its record.
+"""Tallies: sums over each layer on one rank in a step. They merge over calls and ranks, and records are made from them.
 
-A tally is a tensor, (heads, WIDTH) in float64: counts, means and sums of ScoreStats, then norms and multipliers
-weighted by the rows they stand for, then squares of gradients.
+A tally is a float64 tensor, (heads, WIDTH): counts, means and sums of ScoreStats, then scales and squared norms
+weighted by their number of rows, then squared gradient norms.
 """
 
 import math
@@ -22,30 +22,30 @@ from attnscale.train.record import LayerRecord
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 
-WEIGHTED = ("scale", "query_norm", "key_norm", "cosine")  # means over rows, of squares but for the scale
+WEIGHTED = ("scale", "query_norm", "key_norm", "cosine")  # means over rows, of squares except for the scale
 ADDED = ("query_gradient", "key_gradient", "ranks")
 WIDTH = POOLED + len(WEIGHTED) + len(ADDED)
 ROWS = SUMS.index("rows")
 NUMERATORS = torch.tensor([SUMS.index(NUMERATOR.get(name, name)) for name in DENOMINATOR])
 DENOMINATORS = torch.tensor([SUMS.index(name) for name in DENOMINATOR.values()])
 
-Key = tuple[str, int, int]  # layer, part (of its heads, where ranks share them out), heads
+Key = tuple[str, int, int]  # layer, index of the part of its heads (tensor parallel), number of heads
 Tallies = dict[Key, Tensor]
 Layers = Mapping[str, Layer | Sequence[ProbedCall]]
 
 
 class MergedStats(ScoreStats):
-    """Statistics over the rows of several ranks; what standard errors need is not sent."""
+    """Statistics over the rows of several ranks, without standard errors, since ranks do not exchange them."""
 
     def stderr(self, name: str) -> Tensor:
-        """Return NaN: the error is not known."""
+        """Return NaN, since the error is unknown."""
         return torch.full_like(self.mean, torch.nan)
 
 
 class PendingTallies:
-    """The sums of a step, which a GPU is not waited for before they are asked for.
+    """Tallies of a step, read from the GPU on request.
 
-    Calls that probes measured lie in buffers that are being copied. What was traced is copied when it is asked for.
+    Buffers of probed calls are already being copied to the host. Traced layers are copied on request.
     """
 
     def __init__(self, layers: Layers, part: int) -> None:
@@ -58,7 +58,7 @@ class PendingTallies:
 
     @classmethod
     def of(cls, seen: Seen, part: int) -> "PendingTallies":
-        """Return the sums of the layers that were seen in a step."""
+        """Return the tallies of the layers measured in a step."""
         layers = {
             name: calls if isinstance(calls[0], ProbedCall) else seen.layer_of(name, path, calls)
             for name, (path, calls) in seen.calls_by_layer().items()
@@ -71,20 +71,20 @@ class PendingTallies:
         return all(host is not None and host.has_arrived for host in self._hosts.values())
 
     def tallies(self) -> Tallies:
-        """Wait for the sums, and return them."""
+        """Return the tallies; waits for a GPU."""
         found = _of_probed({self._keys[name]: calls for name, calls in self._probed.items()})
         found |= {self._keys[name]: _of_traced(layer) for name, layer in self._traced.items()}
         return {key: found[key] for key in self._keys.values()}
 
     def stats(self) -> dict[str, ScoreStats]:
-        """Return the statistics of each layer, which know how far sampled numbers may be off."""
+        """Return the statistics of each layer, with their standard errors."""
         return {name: layer.stats for name, layer in self._traced.items()} | {
             name: merged_when_read([call.statistics for call in calls]) for name, calls in self._probed.items()
         }
 
 
 def _packed(pooled: Tensor, columns: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """Return tallies of pooled rows, with the multiplier, ‖q‖², ‖k‖² and cos² of their heads, and squared gradients."""
+    """Return tallies from pooled rows, the columns scale, ‖q‖², ‖k‖² and cos² of the heads, and squared gradients."""
     rows = pooled[:, len(POOLED_NUMBERS) + ROWS]
     weighted = torch.where(rows > 0, torch.stack([*columns]).double() * rows, 0.0)
     added = torch.stack([*gradients, torch.ones_like(rows)])
@@ -102,7 +102,7 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     stated = [math.nan if call.multiplier is None else call.multiplier for call in calls]
     multiplier = torch.tensor(stated, dtype=torch.float64)
     known = torch.tensor([call.has_gradients for call in calls])
-    by_lengths = torch.tensor([call.probed is not None for call in calls])  # else the table has the bound
+    by_lengths = torch.tensor([call.probed is not None for call in calls])  # otherwise the table has the bound
     known, multiplier, by_lengths = (
         each.repeat_interleave(torch.tensor(heads), 0) for each in (known, multiplier, by_lengths)
     )
@@ -111,12 +111,12 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     scale = torch.where(multiplier.isnan(), scales[:, 0], multiplier * factors.prod(0)).abs()
     squares = (lengths[:, ::3] / lengths[:, 1::3].clamp(min=1.0)).mT / factors.square()
     reached = torch.where(known, gradients[:, ::3], 0.0).unbind(1)
-    no_cosine = torch.full_like(scale, math.nan)  # the spread of its scores tells it
+    no_cosine = torch.full_like(scale, math.nan)  # records() computes it from the spread
     packed = iter(_packed(pooled, (scale, *squares, no_cosine), reached).split(heads))
     found = {key: added([next(packed) for _ in some]) for key, some in layers.items()}
     for key, some in layers.items():
         if len(some) > 1:
-            found[key][:, -1] = 1.0  # all calls are of one rank
+            found[key][:, -1] = 1.0  # all calls are from one rank
         for side in range(2):
             if not any(call.has_gradients[side] for call in some):
                 found[key][:, side - len(ADDED)] = math.nan
@@ -124,7 +124,7 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
 
 
 def _of_traced(layer: Layer) -> Tensor:
-    """Return the tally of a traced layer; NaN where a number is not known."""
+    """Return the tally of a traced layer, with NaN for unknown numbers."""
     missing = torch.full((layer.heads,), math.nan, dtype=torch.float64)
     names = ("query_norm", "key_norm", "cosine", "query_gradient", "key_gradient")
     squares = [missing if (norm := getattr(layer, name)) is None else norm.double().cpu().square() for name in names]
@@ -133,14 +133,14 @@ def _of_traced(layer: Layer) -> Tensor:
 
 
 def pooled_of(tally: Tensor) -> Pooled:
-    """Return the rows of every head in one."""
+    """Return the pooled rows of a tally."""
     numbers, sums = tally[:, :POOLED].split([len(POOLED_NUMBERS), len(SUMS)], dim=-1)
     rows, count, mean, largest, bound, above = numbers.unbind(-1)
     return Pooled(rows.to(torch.int64), count.to(torch.int64), mean, largest, bound, above, sums, None)
 
 
 def added(tallies: Sequence[Tensor]) -> Tensor:
-    """Return the tally of all rows of several."""
+    """Return the sum of several tallies."""
     if len(tallies) == 1:
         return tallies[0]
     pooled = pooled_columns([merged([pooled_of(tally) for tally in tallies])])
@@ -148,7 +148,7 @@ def added(tallies: Sequence[Tensor]) -> Tensor:
 
 
 def merge(parts: Iterable[Tallies]) -> Tallies:
-    """Return the layers of all parts, those of the same name and place added up."""
+    """Merge the tallies of all parts, adding those with equal keys."""
     found: dict[Key, list[Tensor]] = {}
     for part in parts:
         for key, tally in part.items():
@@ -157,7 +157,7 @@ def merge(parts: Iterable[Tallies]) -> Tallies:
 
 
 def whole_layers(tallies: Tallies) -> dict[str, Tensor]:
-    """Return layers by name, the parts of their heads side by side."""
+    """Return tallies by layer name, with the parts of the heads concatenated."""
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     for (name, part, _), tally in tallies.items():
         parts.setdefault(name, []).append((part, tally))
@@ -168,20 +168,20 @@ def whole_layers(tallies: Tallies) -> dict[str, Tensor]:
 
 
 def to_bytes(tallies: Tallies) -> bytes:
-    """Return tallies as bytes for the other ranks of this job."""
+    """Serialise tallies for other ranks of this job."""
     return pickle.dumps([(key, tally.numpy()) for key, tally in tallies.items()])
 
 
 def from_bytes(payload: bytes) -> Tallies:
-    """Return the tallies that another rank of this job wrote."""
+    """Deserialise the tallies of another rank of this job."""
     return {key: torch.from_numpy(numbers) for key, numbers in pickle.loads(payload)}
 
 
 def records(layers: Mapping[str, Tensor]) -> dict[str, LayerRecord]:
-    """Return the numbers of every head of every layer, worked out for all of them at once.
+    """Return the record of every layer, computed for all heads at once.
 
-    A gradient is that of the loss averaged over ranks, as data-parallel training averages it: each rank's own
-    gradient over their number.
+    Gradients are those of the loss averaged over ranks, as in data-parallel training: each rank's own gradient is
+    divided by the number of ranks.
     """
     if not layers:
         return {}
@@ -218,7 +218,7 @@ def records(layers: Mapping[str, Tensor]) -> dict[str, LayerRecord]:
 
 
 def _finished(pooled: Pooled) -> Pooled:
-    """Return the rows with all statistics divided at once: one by one takes several times as many operations."""
+    """Return the rows with all statistics divided at once, which takes far fewer operations than one by one."""
     sums = pooled.sums.mT.contiguous()
     above, below = sums.index_select(0, NUMERATORS), sums.index_select(0, DENOMINATORS)
     ratios = dict(zip(DENOMINATOR, above / torch.where(below > 0, below, torch.nan), strict=True))
