@@ -22,7 +22,7 @@ from attnscale.watching.layout import WrittenPlan
 from attnscale.watching.module_stack import Line
 from attnscale.watching.sdpa_names import is_called_by_name
 
-DIRECT = "it calls an SDPA kernel directly, or SDPA through its own reference"
+DIRECT = "it calls an SDPA kernel directly, or SDPA by a name of its own"
 PADDED_TO = 8  # SDPA pads the head dimension to a multiple of this
 
 
