@@ -1,4 +1,4 @@
-"""A Monitor and a QKClip that a trainer drives: what the callbacks of Hugging Face's Trainer and of Lightning share."""
+"""A Monitor and a QKClip that a trainer drives: the common part of the Hugging Face and Lightning callbacks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from attnscale.train.monitor import Monitor
 from attnscale.train.qk_clip import QKClip
 from attnscale.train.sinks import MLflow, Sink, TensorBoard, WeightsAndBiases
 
-# What the names of the trainers' loggers for the tool of a sink begin with, in lower case.
+# Prefixes, in lower case, of the names of trainers' loggers that write to the tool of a sink.
 TOOLS = {TensorBoard: "tensorboard", WeightsAndBiases: "wandb", MLflow: "mlflow"}
 LogChoice = bool | Sequence[str]
-CLIPPED_HEADS = "attnscale/clipped_heads"  # number of heads that QK-Clip lowered since the log before
+CLIPPED_HEADS = "attnscale/clipped_heads"  # number of heads clipped since the last log
 
 
 class DrivenMonitor:
-    """Takes Monitor's arguments, makes the monitor when training begins, and ends a step when the optimiser moved."""
+    """Takes Monitor's arguments, creates the monitor when training begins, and ends a step after the optimiser's."""
 
     def __init__(self, log: LogChoice, settings: dict[str, Any]) -> None:
         self.settings, self.logged = settings, logged_statistics(log)
@@ -70,11 +70,11 @@ class DrivenMonitor:
 
 
 class DrivenQKClip:
-    """Takes QKClip's arguments, makes the clip when training begins, and counts the heads that it lowered."""
+    """Takes QKClip's arguments, creates the QKClip when training begins, and counts the clipped heads."""
 
     def __init__(self, *, log: bool = True, **settings: Any) -> None:
         self.settings, self._is_logged = settings, log
-        self._lowered: set[tuple[str, int]] = set()  # layers and heads, since the log before
+        self._lowered: set[tuple[str, int]] = set()  # layers and heads, since the last log
         self.clip: QKClip | None = None
 
     def start(self, model: nn.Module, optimizers: Sequence[Any], state: Mapping[str, Any] | None, step: int) -> None:
@@ -93,18 +93,18 @@ class DrivenQKClip:
         self._lowered |= set() if report is None else {(head.layer, head.head) for head in report.heads}
 
     def take_log(self) -> dict[str, float]:
-        """Return what is logged, and begin to count anew."""
+        """Return the numbers to log, and restart the count."""
         lowered, self._lowered = self._lowered, set()
         return {CLIPPED_HEADS: len(lowered)}
 
     def stop(self) -> None:
-        """Stop, and leave nothing in place."""
+        """Stop, and remove everything from the model."""
         if self.clip is not None:
             self.clip.close()
 
 
 def logged_statistics(choice: LogChoice) -> tuple[str, ...]:
-    """Return the statistics for a trainer's loggers: those of the live table, those that are named, or none.
+    """Return the statistics for a trainer's loggers: those of the live table, the chosen ones, or none.
 
     >>> logged_statistics(["spread", "max"]), logged_statistics(False)
     (('spread', 'max'), ())

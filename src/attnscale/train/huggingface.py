@@ -20,12 +20,12 @@ except ImportError:
 
 
 class ScoreCallback(DrivenMonitor, TrainerCallback, ExportableState):
-    """Watch every `every`-th optimiser step, all its micro-batches; arguments are Monitor's, and `log`.
+    """Measure every `every`-th optimiser step with all its micro-batches; takes Monitor's arguments, and `log`.
 
-    The statistics of the live table go to the trainer's own log too: to state.log_history, and to every tool that its
-    report_to names; Ray Train's report callback gets them like any other. `log` may name other statistics, or be False.
+    The statistics of the live table also go to the trainer's own log: to state.log_history, and to every tool in its
+    report_to; Ray Train's report callback gets them too. `log` may list other statistics, or be False.
 
-    Records have the loss of their step, not the mean since the log before, and the learning rate of that step.
+    Records have the loss of their step, not the mean since the last log, and the learning rate of that step.
 
     The monitor's state is saved in trainer_state.json of each checkpoint, and loaded when training resumes.
 
@@ -34,10 +34,10 @@ class ScoreCallback(DrivenMonitor, TrainerCallback, ExportableState):
 
     def __init__(self, *, log: LogChoice = True, **settings: Any) -> None:
         super().__init__(log, settings)
-        self._wrapped: Any = None  # the trainer whose training_step() tells its losses
+        self._wrapped: Any = None  # the trainer whose training_step() is wrapped to read its losses
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"args": {}, "attributes": {} if self.monitor is None else {"remembered": self.monitor.state_dict()}}
 
     def on_train_begin(
@@ -70,7 +70,7 @@ class ScoreCallback(DrivenMonitor, TrainerCallback, ExportableState):
         self.end_step()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the last record: the trainer has waited for its device, and its loggers are still open."""
+        """Write the last record, while the trainer's loggers are still open."""
         if self.monitor is not None:
             self.monitor.flush()
 
@@ -85,17 +85,17 @@ class ScoreCallback(DrivenMonitor, TrainerCallback, ExportableState):
 
 
 class TrainerLog:
-    """The log of one trainer, for `own`, a callback of it.
+    """The log of one trainer, for its callback `own`.
 
-    Trainer.log() prints hundreds of numbers between the lines of a progress bar. So the trainer's callbacks are called
-    instead, all but those that print.
+    Trainer.log() would print hundreds of numbers between the lines of a progress bar. So the trainer's callbacks are
+    called instead, except those that print.
     """
 
     def __init__(self, trainer: Any, own: TrainerCallback, numbers: Sequence[str] = ()) -> None:
         self._trainer, self._own, self._numbers = trainer, own, numbers
 
     def __call__(self, record: Record) -> None:
-        """Add a record at the step of the loss of the same forwards: the trainer counts from one."""
+        """Add a record at the step of its loss; the trainer counts steps from one."""
         if not record.rank:
             self.add(dict(scalars(record, self._numbers)), record.step + 1)
 
@@ -115,21 +115,21 @@ class TrainerLog:
                 continue
             try:
                 callback.on_log(args, at_step, control, logs=dict(numbers), model=model)
-            except Exception as error:  # the others are still called
+            except Exception as error:  # the other loggers are still called
                 failed = failed or error
         if failed is not None:
             raise failed
 
 
 def remembered(callback: TrainerCallback, state: TrainerState) -> dict[str, Any] | None:
-    """Return what the checkpoint, from which training resumes, keeps of a callback."""
+    """Return the state of a callback in the checkpoint that training resumes from."""
     stored: Any = state.stateful_callbacks
     saved = stored.get(type(callback).__name__) if isinstance(stored, dict) else None
     return saved["attributes"].get("remembered") if isinstance(saved, dict) and state.global_step else None
 
 
 def calling_trainer(is_logged: bool = True) -> Any | None:
-    """Return the trainer that called a callback; None, with a warning where its log is wanted, if none did."""
+    """Return the trainer that called a callback, or None; warns if its log is needed."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -138,8 +138,8 @@ def calling_trainer(is_logged: bool = True) -> Any | None:
         frame = frame.f_back
     if is_logged:
         warnings.warn(
-            "No Hugging Face Trainer called this callback, so there is no trainer's log to add to; log=False says "
-            "that none is wanted.",
+            "No Hugging Face Trainer called this callback, so its numbers are not added to a trainer's log. Pass "
+            "log=False to silence this warning.",
             SinkWarning,
             stacklevel=3,
         )

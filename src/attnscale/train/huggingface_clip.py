@@ -15,12 +15,11 @@ except ImportError:
 
 
 class QKClipCallback(DrivenQKClip, TrainerCallback, ExportableState):
-    """Hold scores under a threshold, after every step of the optimiser; arguments are QKClip's, and `log`.
+    """Keep scores below a threshold, after every step of the optimiser; takes QKClip's arguments, and `log`.
 
-    How many heads were lowered since the log before goes to the trainer's own log, when it logs; `log=False` leaves it
-    out.
+    The number of heads clipped since the last log goes to the trainer's own log, unless `log=False`.
 
-    The threshold is saved in trainer_state.json of each checkpoint, and taken from there when training resumes.
+    The threshold is saved in trainer_state.json of each checkpoint, and restored when training resumes.
 
         Trainer(..., callbacks=[attnscale.train.QKClipCallback(threshold=100.0)])
     """
@@ -28,13 +27,13 @@ class QKClipCallback(DrivenQKClip, TrainerCallback, ExportableState):
     _log: TrainerLog | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"args": {}, "attributes": {} if self.clip is None else {"remembered": self.clip.state_dict()}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin, or go on where the checkpoint was taken."""
+        """Begin, or continue from a checkpoint."""
         optimizer = kwargs.get("optimizer")
         self.start(
             kwargs["model"], [] if optimizer is None else [optimizer], remembered(self, state), state.global_step
@@ -49,12 +48,12 @@ class QKClipCallback(DrivenQKClip, TrainerCallback, ExportableState):
         self.clip_step()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the number of heads that were lowered to what the trainer logs."""
+        """Add the number of clipped heads to the trainer's log."""
         if self._log is not None and "loss" in (kwargs.get("logs") or ()):
             self._log.add(self.take_log(), state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop, and leave nothing in place."""
+        """Stop, and remove everything from the model."""
         self.stop()

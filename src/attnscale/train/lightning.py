@@ -18,7 +18,7 @@ except ImportError:
 
 @dataclass(frozen=True)
 class LightningLog:
-    """Writes records to the loggers of a trainer, at the step of the loss of the same forwards."""
+    """Writes records to the loggers of a trainer, at the step of their loss."""
 
     loggers: Sequence[Logger]
     own: DrivenMonitor
@@ -31,9 +31,9 @@ class LightningLog:
 
 
 class LightningScoreCallback(DrivenMonitor, Callback):
-    """Watch every `every`-th optimiser step, all its micro-batches; arguments are Monitor's, and `log`.
+    """Measure every `every`-th optimiser step with all its micro-batches; takes Monitor's arguments, and `log`.
 
-    The statistics of the live table go to the trainer's own loggers too. `log` may name other statistics, or be False.
+    The statistics of the live table also go to the trainer's loggers. `log` may list other statistics, or be False.
 
     Records have the loss that training_step returned, and the learning rate of the first optimiser. The monitor's state
     is saved with each checkpoint, and loaded with it.
@@ -59,7 +59,7 @@ class LightningScoreCallback(DrivenMonitor, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End a micro-batch, and its step where the optimiser moved."""
+        """End a micro-batch, and its step if the optimiser stepped."""
         self.add_loss(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)  # divided by the trainer
         if self.monitor is not None and trainer.global_step > self.monitor.steps:
             self.end_step()
@@ -69,12 +69,12 @@ class LightningScoreCallback(DrivenMonitor, Callback):
         self.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop watching."""
+        """Stop measuring."""
         if self.monitor is not None:
             self.monitor.cancel()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {} if self.monitor is None else self.monitor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

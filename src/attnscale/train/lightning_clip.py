@@ -14,10 +14,10 @@ except ImportError:
 
 
 class LightningQKClipCallback(DrivenQKClip, Callback):
-    """Hold scores under a threshold, after every step of the trainer's optimisers; arguments are QKClip's, and `log`.
+    """Keep scores below a threshold, after every step of the trainer's optimisers; takes QKClip's arguments, and `log`.
 
-    How many heads were lowered since the log before goes to the trainer's own loggers, as often as they are given the
-    loss; `log=False` leaves it out.
+    The number of heads clipped since the last log goes to the trainer's loggers together with the loss, unless
+    `log=False`.
 
     The threshold is saved with each checkpoint, and restored with it.
 
@@ -26,12 +26,12 @@ class LightningQKClipCallback(DrivenQKClip, Callback):
 
     def __init__(self, *, log: bool = True, **settings: Any) -> None:
         super().__init__(log=log, **settings)
-        self._logged_at = 0  # steps, at the log before
+        self._logged_at = 0  # steps, at the last log
         self._attached: list[RemovableHandle] = []
         self._saved: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, or go on where the checkpoint was taken."""
+        """Begin, or continue from a checkpoint."""
         self.stop()
         self._logged_at = trainer.global_step
         self.start(pl_module, trainer.optimizers, self._saved, trainer.global_step)
@@ -41,7 +41,7 @@ class LightningQKClipCallback(DrivenQKClip, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell the loggers what was lowered, when the trainer tells them the loss."""
+        """Log the number of clipped heads when the trainer logs the loss."""
         steps, every = trainer.global_step, int(getattr(trainer, "log_every_n_steps", 0))
         if self._is_logged and trainer.is_global_zero and every and steps // every > self._logged_at // every:
             self._logged_at = steps
@@ -50,15 +50,15 @@ class LightningQKClipCallback(DrivenQKClip, Callback):
                 logger.log_metrics(metrics, steps - 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop, and leave nothing in place."""
+        """Stop, and remove everything from the model."""
         self.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing in place."""
+        """Remove everything from the model."""
         self.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {} if self.clip is None else self.clip.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class LightningQKClipCallback(DrivenQKClip, Callback):
         self._saved = state_dict or None
 
     def stop(self) -> None:
-        """Stop, and leave nothing in place."""
+        """Stop, and remove everything from the model."""
         for handle in self._attached:
             handle.remove()
         self._attached = []

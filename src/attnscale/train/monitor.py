@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class _CancelledError(Exception):
-    """A step that is not watched to its end."""
+    """Ends a sampled step early, without a record."""
 
 
 @atexit.register
@@ -54,7 +54,7 @@ def _close_all() -> None:
 
 
 class Monitor(PlottedResult):
-    """Watch every `every`-th training step of a model, and raise alarms when its scores run away.
+    """Measure every `every`-th training step of a model, and raise alarms when its scores grow out of range.
 
     Call step() once after each training step, or put each step inside `with monitor:`. The first step is sampled, so
     the log begins with the model as it was initialised. On a sampled step all forwards in training mode are measured,
@@ -63,12 +63,12 @@ class Monitor(PlottedResult):
     then on probes measure inside the model's own run, compiled or not. A failure here never stops training: a warning
     says what is not recorded.
 
-    A record is written when the next step ends, since nothing waits for a GPU; or at once where `last`, `growth()`,
-    `state_dict()` or `close()` asks for it, or the process ends.
+    A record is written when the next step ends, so that the host does not wait for a GPU, or earlier if `last`,
+    `growth()`, `state_dict()` or `close()` needs it, or the process ends.
 
-    Where torch.distributed runs, make a monitor on every rank: rows of all ranks are merged, and rank 0 writes. Ranks
-    that share out the heads of a layer (tensor parallel) have a `head_group`. A rank that does not answer within
-    `timeout` seconds is left out of a record, with a warning.
+    With torch.distributed, create a monitor on every rank: the rows of all ranks are merged, and rank 0 writes. With
+    tensor parallelism, pass the group that shares the heads of a layer as `head_group`. A rank that does not answer
+    within `timeout` seconds is missing from that record, with a warning.
 
     >>> import torch
     >>> from attnscale.models import CausalTransformer
@@ -116,9 +116,9 @@ class Monitor(PlottedResult):
         self._repeated: list[tuple[int, Finding]] = []  # steps and alarms that the log only counts
         self._history = History(limits or Thresholds(), is_trained(model))
         self.steps = 0  # training steps that are over
-        self.run = new_name()  # tells its records from those of another run in a log
+        self.run = new_name()  # distinguishes its records from those of another run in a log
         self._last: Record | None = None
-        self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU may not have finished
+        self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU may still compute
         self._layers: Callable[[], Mapping[str, Layer]] = dict  # of the last sampled step
         self._ranks = Ranks(group, head_group, timeout, self._tell)
         self._watch: AbstractContextManager[Seen] | None = None
@@ -149,12 +149,12 @@ class Monitor(PlottedResult):
 
     @property
     def history(self) -> History:
-        """Numbers of all sampled steps, by which alarms are raised."""
+        """Numbers of all sampled steps, from which alarms are raised."""
         self.flush()
         return self._history
 
     def step(self, loss: Scalar = None, lr: Scalar = None) -> None:
-        """End a training step: record it if it was sampled, with what note() takes, and watch the next if it is."""
+        """End a training step: record it if it was sampled, and begin the next. Arguments are those of note()."""
         self.note(loss, lr)
         self.end()
         self.begin()
@@ -182,7 +182,7 @@ class Monitor(PlottedResult):
 
     @property
     def _moment(self) -> Moment:
-        """Identifies the step to other ranks."""
+        """Identity of the step, for other ranks."""
         return Moment(self._resumed, self.steps)
 
     def end(self) -> None:
@@ -190,7 +190,7 @@ class Monitor(PlottedResult):
         self.flush()
         if self._watch is not None or (self.is_due and self._ranks.is_needed):
             seen = self._try(self._leave)
-            self._try(lambda: self._record(seen))  # also where there is nothing: other ranks wait for this one
+            self._try(lambda: self._record(seen))  # also without measurements: other ranks wait for this one
         self.steps += 1
 
     def flush(self) -> None:
@@ -203,7 +203,7 @@ class Monitor(PlottedResult):
     def _try(self, recording: Callable[[], T]) -> T | None:
         try:
             return recording()
-        except Exception as error:  # the run is worth more than its log
+        except Exception as error:  # a failure of the log must not stop the run
             self._tell(NotRecordedWarning(f"A sampled step could not be recorded: {type(error).__name__}: {error}"))
             return None
 
@@ -220,11 +220,11 @@ class Monitor(PlottedResult):
             self._ranks.break_off(self._moment)
 
     def cancel(self) -> None:
-        """Stop watching the present step, and record nothing of it."""
+        """Stop measuring the present step, and record nothing."""
         self.flush()
         leaving, self._watch, self._seen, self._learning = self._watch, None, None, {}
         if leaving is not None:
-            leaving.__exit__(_CancelledError, _CancelledError(), None)  # nothing is concluded from half a step
+            leaving.__exit__(_CancelledError, _CancelledError(), None)  # half a step gives no record
 
     def close(self) -> None:
         """Stop, and close the sinks."""
@@ -235,7 +235,7 @@ class Monitor(PlottedResult):
             getattr(sink, "close", lambda: None)()
 
     def growth(self, layer: str) -> Growth | None:
-        """Return how fast the largest score of a layer grows, by the latest samples."""
+        """Return the growth of a layer's largest score over the latest samples."""
         return self.history.growth(layer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class Monitor(PlottedResult):
         return {"run": self.run, "steps": self.steps, "history": self.history.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where state_dict() was taken."""
+        """Continue from state_dict()."""
         self.cancel()
         self.run = str(state.get("run", self.run))
         self.steps = int(state["steps"])
@@ -258,7 +258,7 @@ class Monitor(PlottedResult):
             return None
         try:
             leaving.__exit__(None, None, None)
-        except InputError as error:  # raised where nothing was seen
+        except InputError as error:  # raised if no attention ran
             self._sampling.note_nothing_seen(seen)
             self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return None
@@ -271,10 +271,10 @@ class Monitor(PlottedResult):
     def _record(self, seen: Seen | None) -> None:
         at, clipped = (self.steps, time.time()), self._clips.since()
         learning, self._learning = self._learning, {}
-        audit = self._try(lambda: self._audit(seen)) or NO_AUDIT  # the record is written without it too
+        audit = self._try(lambda: self._audit(seen)) or NO_AUDIT  # a failed audit does not prevent the record
         facts = {} if seen is None else self._try(seen.facts) or {}
         arriving = None if seen is None else self._try(partial(PendingTallies.of, seen, self._ranks.part))
-        if self._ranks.is_needed:  # at once, and whatever failed here: ranks wait for each other
+        if self._ranks.is_needed:  # at once, even after a failure here: ranks wait for each other
             own = {} if arriving is None else self._try(arriving.tallies) or {}
             merged = self._ranks.merged(self._moment, own, _values(learning))
             self._layers = partial(self._merged_layers, seen, merged)
@@ -308,9 +308,9 @@ class Monitor(PlottedResult):
         stats: Mapping[str, ScoreStats],
         audit: Audit,
     ) -> None:
-        """Make the record of a step, `at` its number and time, raise alarms and write it to the sinks.
+        """Create the record of a step, raise alarms and write it to the sinks; `at` is its number and time.
 
-        `stats` tell how far sampled numbers may be off; of merged ranks, with so many more rows, nothing is told.
+        `stats` have the errors of sampled numbers; merged ranks have none.
         """
         if not merged.tallies:
             return
@@ -362,7 +362,7 @@ class Monitor(PlottedResult):
             LOGGER.warning("%s in %d layer%s until step %d", alarms, layers, "s" * (layers > 1), repeated[-1][0])
 
     def _audit(self, seen: Seen | None) -> Audit:
-        """Diagnose the first sampled step, without what is noted only or frozen on purpose."""
+        """Diagnose the first sampled step, without notes and without heads that may be sharp on purpose."""
         if seen is None or seen.is_probed or not self._history.is_empty:
             return NO_AUDIT
         found = diagnose(seen.layers, trained=self._history.trained).findings
@@ -376,7 +376,7 @@ class Monitor(PlottedResult):
         return serious, errors
 
     def _tell(self, warning: AttnscaleWarning) -> None:
-        """Warn of each thing once."""
+        """Issue each warning once."""
         key = (type(warning), str(warning))
         if key not in self._warned:
             self._warned.add(key)
@@ -384,7 +384,7 @@ class Monitor(PlottedResult):
 
 
 class Number:
-    """A number on its way to the host: one on a GPU is copied in stream order, without waiting."""
+    """A number that is copied to the host, from a GPU in stream order and without waiting."""
 
     def __init__(self, given: float | Tensor) -> None:
         self._event: torch.cuda.Event | None = None

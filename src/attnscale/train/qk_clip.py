@@ -24,31 +24,30 @@ from attnscale.watching.seen import Seen
 from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
-MOST_INCOMPLETE = 6  # plans one after the other that soon missed some attention; after that every step is traced
-LASTING = 32  # steps; a plan that was complete for so many is no sign of a model that attends in turns
+MOST_INCOMPLETE = 6  # consecutive plans that soon missed an attention; after these every step is traced
+LASTING = 32  # steps; a plan that is complete for this many resets the count of incomplete plans
 
 
 class _InterruptedError(Exception):
-    """Ends a traced step without concluding anything from it."""
+    """Ends a traced step without using its measurements."""
 
 
 class QKClip:
-    """Hold the scores of a model in training under a threshold, after every step of its optimiser.
+    """Keep the scores of a model in training below a threshold, after every step of its optimiser.
 
     Call step() after each, or attach() it to the optimiser. The first step is traced, uncompiled, and finds out which
     parameters make which heads. From then on probes take the maxima inside the model's own run, compiled or not:
-    exact, over every row of every micro-batch; recomputation is not counted again. On a GPU nothing is waited for:
+    exact, over every row of every micro-batch; recomputation is not counted again. The host does not wait for a GPU:
     factors are computed and applied there, and the report of what was clipped comes with a later step. A module that
-    attends only later is traced when it does. Where a module takes no probe, the whole model runs uncompiled under the
-    tracer at every step; one warning says so.
+    attends for the first time later is traced then. If a module takes no probe, the whole model runs uncompiled under
+    the tracer at every step, with one warning.
 
-    Where torch.distributed runs, make one on every rank and call step() on all alike; ranks agree by one collective
-    over those that hold the same model, or parts of it. Name ranks that are not found, copies without DDP or ranks
-    that share out keys, by their `group`. What clip_qk_ promises holds, also of parameters that are `frozen`.
+    With torch.distributed, create one on every rank and call step() on all ranks equally often; one collective at each
+    step joins the ranks that hold the same model or parts of it. Pass ranks that are not detected, such as copies
+    without DDP, as `group`. The guarantees of clip_qk_ hold, also for `frozen` parameters.
 
-    What is clipped must be what the optimiser moves. Models whose weights are kept elsewhere are refused: FSDP1's,
-    DeepSpeed's, and by attach() an optimiser of copies. Where a step undoes what a clip wrote, clipping stops and one
-    warning says so.
+    The optimiser must update the clipped parameters themselves. FSDP1, DeepSpeed, and in attach() an optimiser that
+    updates copies, are refused. If an optimiser step undoes a clip, clipping stops with one warning.
 
     >>> import torch
     >>> from attnscale.models import CausalTransformer
@@ -92,7 +91,7 @@ class QKClip:
 
     @property
     def threshold(self) -> float:
-        """Largest score that is left as it is; another one needs another QKClip, or load_state_dict()."""
+        """Largest score that is not clipped. To change it, create another QKClip or call load_state_dict()."""
         return self._threshold
 
     @property
@@ -102,13 +101,13 @@ class QKClip:
 
     @property
     def last(self) -> ClipReport | None:
-        """The report of the last step that clipped anything; waits for a GPU."""
+        """Report of the last step that clipped a head; waits for a GPU."""
         self.flush()
         return self._last
 
-    @never_compiled  # as an optimiser's step may be, and what is called after it
+    @never_compiled  # the optimiser's step, and what is called after it, may be compiled
     def step(self) -> ClipReport | None:
-        """Clip what passed the threshold; return a report where something is known to be clipped."""
+        """Clip the heads above the threshold; return a report if one has arrived."""
         if self._is_closed:
             raise InputError("Expected a QKClip that is open, got one that was closed.")
         self.steps += 1
@@ -129,7 +128,7 @@ class QKClip:
         return report
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
-        """Call step() after every step of this optimiser; remove() of what is returned ends it."""
+        """Call step() after every step of this optimiser, until remove() of the returned handle is called."""
         refuse_foreign_parameters(self.model)
         refuse_copies(self.model, optimizer)
 
@@ -143,7 +142,7 @@ class QKClip:
         return None if self._probed is None else self._deliver(self._probed.arrived(waits=True))
 
     def close(self) -> None:
-        """Stop, and leave nothing in place."""
+        """Stop, and remove everything from the model."""
         self.flush()
         self._forget()
         self._is_closed = True
@@ -153,7 +152,7 @@ class QKClip:
         return {"steps": self.steps, "threshold": self.threshold}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where state_dict() was taken, with its threshold; what was seen since the last step is forgotten."""
+        """Continue from state_dict(), with its threshold; measurements since the last step are discarded."""
         threshold = float(state["threshold"])
         check_threshold(threshold)
         self.flush()
@@ -181,18 +180,18 @@ class QKClip:
             probed.close()
 
     def _forget(self) -> None:
-        """Leave the model, and forget what was found out about it."""
+        """Remove everything from the model, and discard what the trace found."""
         self._remove()
         self._late.close()
         self._check.forget()
         self._incomplete = 0
 
     def _trace_late_modules(self, probed: ProbedClip) -> None:
-        """Trace the model again where modules attend that did not in the trace, or attend more often."""
+        """Trace the model again if a module attends that did not attend in the trace, or attends more often."""
         ran = self._late.ran()
         if not ran and not probed.has_unplanned:
             return
-        if probed.axes:  # other ranks do not know of it
+        if probed.axes:  # other ranks would not join the trace
             which = ", ".join(map(printable, sorted(ran))) or "a module attends more often than in the trace"
             self._warn_once(
                 "QK-Clip leaves some attentions of this model as they are: they did not run when it was traced, and "
@@ -215,7 +214,7 @@ class QKClip:
             layers: dict[str, Layer] = dict(seen.layers)
         except InputError:  # no forward ran, as on a rank without data
             layers = {}
-        refuse_foreign_parameters(self.model)  # perhaps wrapped since
+        refuse_foreign_parameters(self.model)  # it may have been wrapped since
         axes = head_axes(axes_of(self.model, self._group), heads_of(layers))
         report = clip_layers(self.model, layers, self.threshold, axes, self._frozen, check=self._check)
         if not self._may_probe or not self._install(seen, layers, axes):
@@ -226,7 +225,7 @@ class QKClip:
         return report
 
     def _install(self, seen: Seen, layers: dict[str, Layer], axes: list[Axis]) -> bool:
-        """Install probes, where all ranks can; return False where the next step is to be traced as well."""
+        """Install probes if all ranks can; return False if the next step must be traced too."""
         placement = Placement(self.model, seen.plan) if seen.plan is not None and layers else None
         why, ran, differs = seen.obstacle, bool(layers), False
         if placement is not None:
@@ -238,7 +237,7 @@ class QKClip:
             ran = all(each for *_, each in answers)
             differs |= not axis.cut and any(theirs != heads for _, theirs, _ in answers)
         if not ran or (differs and not why):
-            return False  # nothing ran on some rank, or not all that attends; perhaps the next time
+            return False  # some rank ran no attention, or not all of them; try again at the next step
         if why or placement is None:
             self._stay_traced(why)
             return False
