@@ -53,7 +53,7 @@ claims               9  2,010
 show                20  2,590   2,400
 cli                 13    950   900
 """
-TOTAL = {"src": (258, 39_200), "tests": (295, 36_950)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
+TOTAL = {"src": (246, 36_900), "tests": (273, 34_130)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
 
 
 def budgets():

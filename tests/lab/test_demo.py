@@ -122,7 +122,7 @@ def test_a_small_head_starts_below_the_critical_spread_and_torch_has_its_threads
         (["--steps", "1"], "Invalid value for '--steps'"),
         (["--head-dim", "100000000"], "Invalid value for '--head-dim'"),
         (["--seed", str(2**70)], "Invalid value for '--seed'"),
-        (["--html", "."], "is a folder"),
+        (["--html", "."], "got the folder"),
     ],
 )
 def test_bad_input_is_refused_before_training(arguments, said):
