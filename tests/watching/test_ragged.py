@@ -324,11 +324,11 @@ def test_sdpa_on_nested_tensors_without_a_fused_kernel_says_what_to_do(attend, m
     both = nn.Sequential(Model(nested(None)), model)
     with mode():
         expected = model(tokens)
-        with pytest.raises(attnscale.AttnscaleError, match="use attnscale.attention"), attnscale.watch(model):
+        with pytest.raises(attnscale.AttnscaleError, match=r"use attnscale\.attention"), attnscale.watch(model):
             output = model(tokens)
         assert torch.equal(output, expected)
         with (
-            pytest.warns(NotFollowedWarning, match="left out.*use attnscale.attention"),
+            pytest.warns(NotFollowedWarning, match=r"left out.*use attnscale\.attention"),
             attnscale.watch(both) as seen,
         ):
             both(tokens)
