@@ -1,4 +1,4 @@
-"""Attention with its statistics on a CUDA device: exact ones from the kernel that attends, or of a few rows.
+"""Attention with its statistics on a CUDA device: exact statistics from the attention kernel, or sampled rows.
 
 To autograd, compilers and CUDA graphs, attention with exact statistics is one operator. An operator costs the host as
 much as the kernels behind it, so they are launched directly where no compiler and no mode is active.
@@ -41,8 +41,8 @@ from attnscale.numerics import HALF_DTYPES
 from attnscale.torch_internals import sequences_backward
 from attnscale.visibility import Visibility
 
-BACKWARD_WIDTH = 8  # head dimensions that torch's backward of packed sequences takes are multiples of it
-ENOUGH_PROGRAMS = 100  # of a decoding step, a program a key head; fewer leave most of a GPU idle
+BACKWARD_WIDTH = 8  # torch's backward of packed sequences needs head dimensions that are multiples of this
+ENOUGH_PROGRAMS = 100  # in a decoding step, with one program for each key head; fewer leave most of a GPU idle
 
 
 Rows = tuple[Tensor, Tensor, Tensor]
@@ -60,7 +60,7 @@ def _is_plain(call: Call) -> bool:
 
 
 def attends(call: Call) -> bool:
-    """Return True if one kernel gives the output too; one query of few heads would leave most of a GPU idle."""
+    """Return True if one kernel computes the output too; one query of few heads would leave most of a GPU idle."""
     is_whole = call.dropout_p == 0.0 and call.sinks is None and call.value.shape[-1] == call.query.shape[-1]
     if not is_whole or not _is_plain(call) or not has_one_dtype(call):
         return False
@@ -87,7 +87,7 @@ def attend_directly(
     starts: Tensor | None = None,
     longest: int = 0,
 ) -> tuple[Tensor, ScoreStats]:
-    """Return what attend() does, without the operator; the kernel is for tensors of these layouts.
+    """Compute attend() without the operator, by a kernel for these layouts.
 
     `starts`: where packed sequences begin and the last one ends; `longest` of them is what a backward asks for.
     """
@@ -99,13 +99,13 @@ def attend_directly(
 
 
 def attend_sampling(call: Call, rows: int) -> tuple[Tensor, ScoreStats]:
-    """Return the output of attention(), bit for bit, and statistics of about this many rows a head."""
+    """Return the output of attention(), bit-identical, and statistics of about this many rows for each head."""
     batch, _, q_len, _ = call.query.shape
     planned = design(rows, q_len, batch, call.visibility.is_causal)
     if planned is None:
         return attend(call) if attends(call) else (run(call), measure(call, None))
     output, lse = attend_with_lse(call)
-    with torch.no_grad():  # the lse bounds the rows that are not looked at, and costs nothing
+    with torch.no_grad():  # the lse bounds the scores of rows that are not sampled, at no cost
         bounds = max_bound(call) if lse is None else lse.detach().amax((0, 2))
         return output, measure_rows(call, planned, bounds).stats
 
@@ -113,14 +113,14 @@ def attend_sampling(call: Call, rows: int) -> tuple[Tensor, ScoreStats]:
 def sample_directly(
     rows: int, dropout_p: float, scale: float, is_causal: bool, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ScoreStats]:
-    """Return what attend_sampling() does, for tensors laid out like some that it has taken."""
+    """Compute attend_sampling() for tensors with a layout that it has accepted before."""
     return attend_sampling(Call(query, key, value, Visibility.of(None, is_causal), dropout_p, scale, None), rows)
 
 
 def kernel_for(
     query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, in_sequences: bool = False
 ) -> Kernel:
-    """Return the kernel that attends with these tensors, and with others of the same layouts."""
+    """Return the kernel for tensors with these layouts."""
     if scale <= 0.0 or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
         return partial(_attend_prepared, is_causal)
     return _kernel_for(layout_key(query), layout_key(key), layout_key(value), is_causal, in_sequences)
@@ -129,7 +129,7 @@ def kernel_for(
 def _attend_prepared(
     is_causal: bool, query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Tensor | None
 ) -> Rows:
-    """Attend with a positive scale and contiguous heads, as the kernels want them."""
+    """Attend with a positive scale and contiguous heads, which the kernels require."""
     query, scale = positive_scale(query, scale)
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     return kernel_for(query, key, value, scale, is_causal, starts is not None)(query, key, value, scale, starts)
@@ -137,8 +137,8 @@ def _attend_prepared(
 
 @lru_cache(maxsize=4096)
 def _kernel_for(query: Layout, key: Layout, value: Layout, is_causal: bool, in_sequences: bool) -> Kernel:
-    """Return the kernel for tensors of these layouts: the one cache between a call and a launch."""
-    from attnscale.measure.cuda import rows  # not before it is needed: a CPU may have no triton
+    """Return the kernel for these layouts. This is the only cache between a call and a launch."""
+    from attnscale.measure.cuda import rows  # imported when needed: a CPU may have no triton
 
     (_, _, q_len, _), *_, device, _ = query
     if q_len == 1 and not in_sequences:
@@ -154,10 +154,10 @@ def _kernel_for(query: Layout, key: Layout, value: Layout, is_causal: bool, in_s
 def _attend_one_query(
     is_causal: bool, query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None
 ) -> Rows:
-    """Attend with one query: the heads that share keys are the rows of one tile."""
+    """Attend with one query: heads that share keys form the rows of one tile."""
     from attnscale.measure.cuda import rows
 
-    if is_causal:  # the query sees the first key alone
+    if is_causal:  # the query sees only the first key
         key, value = key[:, :, :1], value[:, :, :1]
     output, lse, sums = rows.attend_rows(heads_as_rows(query, key), key, value, scale)
     return output.view(query.shape), lse.view(query.shape[:3]), sums.view(-1, *query.shape[:3])
@@ -167,14 +167,14 @@ def _attended(
     query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, scale: float, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return softmax(scale · QKᵀ) V, the lse, and the table of the heads."""
-    from attnscale.measure.cuda.finish import finish  # not before it is needed: a CPU may have no triton
+    from attnscale.measure.cuda.finish import finish  # imported when needed: a CPU may have no triton
 
     output, lse, sums = kernel(query, key, value, scale, starts)
     return output, lse, finish(sums.unsqueeze(1))
 
 
 def measures_sequences(ragged: Ragged) -> bool:
-    """Return True if kernels take this: queries and keys of the same positions, and no mask but a causal one."""
+    """Return True if the kernels support this: queries and keys at the same positions, and at most a causal mask."""
     row, seen = ragged.row, ragged.row.visibility
     plain = seen.mask is None and seen.documents is None and seen.first is None and seen.last in (None, 0)
     if not plain or row.softcap is not None or not kernels_take(row) or is_intercepted(row.query, row.key, row.value):
@@ -183,7 +183,7 @@ def measures_sequences(ragged: Ragged) -> bool:
 
 
 def attends_to_sequences(ragged: Ragged) -> bool:
-    """Return True if one kernel gives the output too, and torch has a backward for it."""
+    """Return True if one kernel computes the output too, and torch has a backward for it."""
     row, head_dim = ragged.row, ragged.row.query.shape[-1]
     is_whole = row.dropout_p == 0.0 and row.sinks is None and row.value.shape[-1] == head_dim
     if not is_whole or not has_one_dtype(row) or not measures_sequences(ragged):
@@ -193,7 +193,7 @@ def attends_to_sequences(ragged: Ragged) -> bool:
 
 
 def attends_to_sequences_for_less(ragged: Ragged) -> bool:
-    """Return True on Hopper, where all rows with the output cost less than torch's kernel and a pass over some."""
+    """Return True on Hopper, where exact statistics with the output cost less than torch's kernel plus sampling."""
     row = ragged.row
     if not attends_to_sequences(ragged) or not on_hopper(row.query.device.index):
         return False
@@ -213,7 +213,7 @@ def attend_to_sequences(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
 
 def measure_sequences(ragged: Ragged) -> ScoreStats:
     """Measure every row without the output."""
-    from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
+    from attnscale.measure.cuda import finish, rows  # imported when needed: a CPU may have no triton
 
     row = ragged.row
     with torch.no_grad():
@@ -228,7 +228,7 @@ def _learns(ragged: Ragged) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """The operator without its dispatch."""
+    """Implementation of the operator."""
 
     @staticmethod
     def forward(
@@ -262,7 +262,7 @@ class _Attention(torch.autograd.Function):
 def attention_rows(
     query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return softmax(scale · QKᵀ) V; without gradient the lse of each row, and the table of the heads."""
+    """Return softmax(scale · QKᵀ) V and, without gradients, the lse of each row and the table of the heads."""
     return _attended(query, key, value, kernel_for(query, key, value, scale, is_causal), scale)
 
 

@@ -1,4 +1,4 @@
-"""The sums of rows -> the statistics of their heads, in float64 and in a fixed order, in one launch.
+"""Combine the sums of rows into statistics of heads, in float64, in a fixed order and in one launch.
 
 Each program pools some rows of a head, and whichever comes last adds up what all of them left. Where few rows were
 looked at, over spans of keys, one program a head merges the spans of each row and weighs the rows by the positions that
@@ -19,8 +19,8 @@ from attnscale.measure.lengths import BOUND_SLACK
 from attnscale.measure.pooled import FINISHED, NUMBERS, SUMS, TABLE
 from attnscale.theory.limits import SATURATED_TOP1
 
-# What a program leaves of a head: SUMS, where Σ n·mean and Σ s² stand for deviations and squares, rows and scores that
-# it looked at, and two maxima.
+# Results of a program for a head: SUMS, with Σ n·mean and Σ s² in place of deviations and squares, the numbers of rows
+# and scores, and two maxima.
 FIELDS: tl.constexpr = tl.constexpr(16)
 FIRST: tl.constexpr = tl.constexpr(SUMS.index("deviations"))
 SECOND: tl.constexpr = tl.constexpr(SUMS.index("squares"))
@@ -42,14 +42,14 @@ FINISHED_BEGIN: tl.constexpr = tl.constexpr(len(NUMBERS) + len(SUMS))
 ENTROPY_COLUMN: tl.constexpr = tl.constexpr(len(NUMBERS) + len(SUMS) + FINISHED.index("entropy"))
 RATIO_COLUMN: tl.constexpr = tl.constexpr(len(NUMBERS) + len(SUMS) + FINISHED.index("entropy_ratio"))
 
-VISIBLE: tl.constexpr = tl.constexpr(7)  # plane of the numbers of visible keys
+VISIBLE: tl.constexpr = tl.constexpr(7)  # plane with the number of visible keys
 VANISHED: tl.constexpr = tl.constexpr(-1e4)  # e to this is zero; a logit of −∞ times zero is NaN
-AT_ONCE: tl.constexpr = tl.constexpr(64)  # programs whose sums are added up
+AT_ONCE: tl.constexpr = tl.constexpr(64)  # programs whose sums are added at once
 SATURATED: tl.constexpr = tl.constexpr(SATURATED_TOP1)
 SLACK: tl.constexpr = tl.constexpr(BOUND_SLACK)
-PROGRAMS = 1056  # that pool rows, eight a multiprocessor of an H200
-POOLED_ROWS = 128  # at a time, four a thread of one warp: sums over them need no barriers
-SAMPLED_ROWS = 64  # at a time
+PROGRAMS = 1056  # programs that pool rows: eight for each multiprocessor of an H200
+POOLED_ROWS = 128  # pooled at once, four for each thread of one warp, so that sums need no barriers
+SAMPLED_ROWS = 64  # pooled at once
 
 
 @triton.jit(
@@ -76,7 +76,7 @@ def finish_kernel(
     HAS_SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Pool some rows of a head, the batch entries one behind the other; the last program writes the statistics."""
+    """Pool some rows of a head over all batch entries; the last program writes the statistics."""
     slot, slots, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     none = tl.zeros([BLOCK], tl.float64)
     scores, first, second, within, looked_scores = none, none, none, none, none
@@ -111,9 +111,9 @@ def finish_kernel(
             deviation = tl.load(at + 5 * plane, mask=kept, other=0.0).to(tl.float64)
             row_first = tl.load(at + 6 * plane, mask=kept, other=0.0)
         outcomes = visible
-        if HAS_SINKS:  # one more key, as RowSums.with_sinks() adds it
+        if HAS_SINKS:  # one more key, as in RowSums.with_sinks()
             logit = tl.load(sinks_at + head)
-            beyond = logit - tl.where(kept, largest, 0.0).to(tl.float64)  # rows left out have none: −∞ − −∞
+            beyond = logit - tl.where(kept, largest, 0.0).to(tl.float64)  # rows without keys would give −∞ − −∞
             raised, below = tl.maximum(beyond, 0.0), tl.minimum(tl.maximum(beyond, VANISHED), 0.0)
             of_keys, own = total * tl.exp(-raised), tl.exp(below)
             total = of_keys + own
@@ -167,7 +167,7 @@ def finish_kernel(
         bound = largest
         if BOUNDED:
             own = tl.load(bounds_at + head).to(tl.float64)
-            own += SLACK * tl.maximum(tl.abs(own), 1.0)  # for its rounding
+            own += SLACK * tl.maximum(tl.abs(own), 1.0)  # covers rounding
             bound = tl.maximum(own, largest, propagate_nan=tl.PropagateNan.ALL)
         _write_row(table_at + head * COLUMNS, sums, largest, bound, _highest(left_at + ABOVE, slots))
         tl.store(arrived_at + head, 0)  # for the next launch
@@ -183,9 +183,9 @@ def _merge_spans(
     spans: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sums of rows over all their keys from those over each span of them, as RowSums.over_shards() does."""
+    """Merge the sums over spans of keys into sums over all keys of each row, as RowSums.over_shards()."""
     largest = tl.full([BLOCK], float("-inf"), tl.float64)
-    for number in range(spans):  # −∞ in a span in which a row sees nothing
+    for number in range(spans):  # −∞ for a span in which the row sees no key
         score = tl.load(at + number * step, mask=kept, other=float("-inf")).to(tl.float64)
         largest = tl.maximum(largest, score, propagate_nan=tl.PropagateNan.ALL)
     base = tl.where(kept, largest, 0.0)
@@ -220,7 +220,7 @@ def _merge_spans(
 
 @triton.jit
 def _write_row(to: tl.tensor, sums: tl.tensor, largest: tl.tensor, bound: tl.tensor, above: tl.tensor) -> None:
-    """Write the row of a head: numbers, sums, and the statistics as they are read."""
+    """Write the table row of a head: counts, sums and finished statistics."""
     field = tl.arange(0, FIELDS)
     looked_rows, looked_scores = _value(sums, LOOKED), _value(sums, LOOKED + 1)
     scores, rows, several = _value(sums, 0), _value(sums, ROWS), _value(sums, SEVERAL)
@@ -241,10 +241,10 @@ def _write_row(to: tl.tensor, sums: tl.tensor, largest: tl.tensor, bound: tl.ten
     tl.store(finished_at + 2, within)
     tl.store(finished_at + 3, tl.sqrt(within))
     tl.store(to + ENTROPY_COLUMN, _value(sums, ENTROPY) / rows)
-    some = tl.where(several > 0.0, several, float("nan"))  # no ratio where every row sees one key
+    some = tl.where(several > 0.0, several, float("nan"))  # undefined if every row sees one key
     with_sink = tl.where(_value(sums, LEARNED) > 0.0, rows, float("nan"))  # no learned sink joined the denominators
     below = tl.where(field == RATIO, some, tl.where(field == LEARNED, with_sink, rows))
-    means = sums / below  # from the ratio to the learned sink, in the order of FINISHED
+    means = sums / below  # from the entropy ratio to the learned sink, in the order of FINISHED
     tl.store(to + RATIO_COLUMN - RATIO + field, means, mask=(field >= RATIO) & (field <= LEARNED))
     whole = (to + COLUMNS - 2).to(tl.pointer_type(tl.int64))
     tl.store(whole, looked_rows.to(tl.int64))
@@ -253,7 +253,7 @@ def _write_row(to: tl.tensor, sums: tl.tensor, largest: tl.tensor, bound: tl.ten
 
 @triton.jit
 def _field(number: tl.constexpr, values: tl.tensor) -> tl.tensor:
-    """Return the sum of values in the place of a field, and zeros in the others."""
+    """Return a vector with the sum of the values in one field and zeros elsewhere."""
     return tl.where(tl.arange(0, FIELDS) == number, tl.sum(values, 0), 0.0)
 
 
@@ -264,7 +264,7 @@ def _value(sums: tl.tensor, field: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _highest(column_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
-    """Return the maximum of a column that every program wrote to."""
+    """Return the maximum over programs of one column."""
     highest = tl.full([AT_ONCE], float("-inf"), tl.float64)
     for start in range(0, slots, AT_ONCE):
         slot = start + tl.arange(0, AT_ONCE)

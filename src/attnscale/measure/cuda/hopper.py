@@ -30,11 +30,11 @@ from attnscale.measure.cuda.sequence_tiles import most_tiles, tiles_of
 from attnscale.numerics import HALF_DTYPES
 
 FIELDS = gl.constexpr(sequence_tiles.FIELDS.value)
-CONSUMERS = gl.constexpr(2)  # warpgroups that attend
+CONSUMERS = gl.constexpr(2)  # warpgroups that compute attention
 ROWS = gl.constexpr(64)  # rows of one warpgroup's matrix instruction
 MASKED = gl.constexpr(-1.0e30)  # finite, because p·x must be 0 and not NaN for a masked key
 LN2 = gl.constexpr(math.log(2))
-SLACK = gl.constexpr(8.0)  # log2; p stays under 2⁸, in range of float16, while the output waits to be rescaled (FA4)
+SLACK = gl.constexpr(8.0)  # log2; p stays under 2⁸, in range of float16, until the output is rescaled (FA4)
 LANES = gl.constexpr(4)  # threads that share a row of a wgmma accumulator
 PAIR = gl.constexpr(2)  # neighbouring columns each of those threads holds
 L2_BUDGET = 32 * 2**20  # bytes of keys and values in use at a time: about half of the H200's 60 MB of L2
@@ -43,14 +43,14 @@ TMA_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)  # 128 bytes swizzled, 16-bit elem
 
 
 class Variant(NamedTuple):
-    """Sizes and schedule that won on an H200."""
+    """Sizes and schedule that were fastest on an H200."""
 
-    keys: int  # in a block
+    keys: int  # keys in a block
     stages: int  # blocks of keys, and of values, in flight
-    persistent: bool  # one program a multiprocessor, or one a tile
+    persistent: bool  # one program for each multiprocessor, or one for each tile
 
 
-# By head_dim, padded: short rows are a tile's beginning and end, which persistent programs overlap.
+# By padded head_dim. Short rows spend most time at the start and end of a tile, which persistent programs overlap.
 VARIANTS = {64: Variant(128, 3, True), 128: Variant(128, 3, False), 256: Variant(64, 2, False)}
 WIDEST = max(VARIANTS)
 TILE_ROWS = CONSUMERS.value * ROWS.value
@@ -119,13 +119,13 @@ def attend(
             (produce, (loads, buffers, barriers, sizes, tiles_ptr, BLOCK_N, STAGES, CAUSAL, SEQUENCES)),
         ],
         [4, 1],
-        [240, 24],  # registers: 65536 over 12 warps; the first consumer gets what is left, as many as the second
+        [240, 24],  # registers: 65536 over 12 warps; the first consumer gets the rest, as many as the second
     )
 
 
 @gluon.jit
 def tiles_in(sizes, tiles_ptr, SEQUENCES: gl.constexpr):
-    """Return how many tiles there are; the number of tiles of packed sequences is in device memory."""
+    """Return the number of tiles; for packed sequences it is read from device memory."""
     if SEQUENCES:
         return gl.load(tiles_ptr) * sizes[2]
     return sizes[6]
@@ -135,7 +135,7 @@ def tiles_in(sizes, tiles_ptr, SEQUENCES: gl.constexpr):
 def tile_at(
     index, sizes, tiles_ptr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SEQUENCES: gl.constexpr
 ):
-    """Return batch, head, first row and number of key blocks of a tile, where its rows begin, and how many there are.
+    """Return batch, head, first row and number of key blocks of a tile, and the start and number of its rows.
 
     Sequences that are laid end to end are one batch entry; each sees itself.
     """
@@ -150,12 +150,12 @@ def tile_at(
     q_len, kv_len, heads, _, all_heads, together, _ = sizes
     tiles_each = gl.cdiv(q_len, BLOCK_M)
     blocks = gl.cdiv(kv_len, BLOCK_N)
-    if CAUSAL:  # the longest rows first, a group of heads at a time so that their keys stay in the L2
+    if CAUSAL:  # longest rows first, one group of heads at a time, so that their keys stay in the L2
         first_head = index // (together * tiles_each) * together
         group = gl.minimum(together, all_heads - first_head)
         within = index % (together * tiles_each)
         row = (tiles_each - 1 - within // group) * BLOCK_M
-        if BLOCK_N % BLOCK_M != 0:  # what does not fill a tile is missing from the shortest rows, before the first one
+        if BLOCK_N % BLOCK_M != 0:  # an incomplete tile holds the shortest rows, and begins before the first row
             row -= (tiles_each * BLOCK_M - q_len) // ROWS * ROWS
         head = first_head + within % group
         blocks = gl.minimum(blocks, gl.cdiv(row + BLOCK_M, BLOCK_N))
@@ -310,7 +310,7 @@ def consume(
             moment = lanes_keep * (moment + total * beside_lanes(shift, total)) + partial_sum(weights * scores)
             square = lanes_keep * lanes_keep * square + partial_sum(weights * weights)
             total = lanes_keep * total + partial_sum(weights)
-            lanes_shift = beside_lanes(shift, total)  # each thread of a row takes its part of the keys counted so far
+            lanes_shift = beside_lanes(shift, total)  # each thread of a row counts its share of the keys so far
             moved = lanes_shift * beside_lanes(counted * (1.0 / (LANES * PAIR)), total)
             second += lanes_shift * (2.0 * first + moved) + partial_sum(scores * scores)
             first += moved + partial_sum(scores)
@@ -325,12 +325,12 @@ def consume(
         relative = full_sum(total)
         inverse = 1.0 / relative
         row_layout: gl.constexpr = relative.type.layout
-        ahead = gl.convert_layout(row_max - base, row_layout, assert_trivial=True)  # how far the maximum ran from base
+        ahead = gl.convert_layout(row_max - base, row_layout, assert_trivial=True)  # distance of the maximum from base
         largest = gl.convert_layout(row_max, row_layout, assert_trivial=True)
         exact_total = gl.maximum(relative * gl.exp2(-ahead), 1.0)
         own_rows = row + gl.arange(0, ROWS, row_layout)
         inside = (own_rows >= 0) & (own_rows < q_len)
-        plane = all_heads.to(gl.int64) * rows_each  # the statistics lie one behind the other, in the order of RowSums
+        plane = all_heads.to(gl.int64) * rows_each  # statistics are stored one after the other, in the order of RowSums
         place = (batch * heads + head).to(gl.int64) * rows_each + begin + own_rows
         to = sums_ptr + place
         gl.store(to, largest * LN2, mask=inside)
@@ -343,7 +343,8 @@ def consume(
         mean = largest - ahead + from_base
         gl.store(to + 4 * plane, mean * LN2, mask=inside)
         gl.store(to + 5 * plane, deviation * (LN2 * LN2), mask=inside)
-        is_first = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)) == 0  # the last block begins with it
+        # The last block of keys begins with the first key.
+        is_first = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)) == 0
         first_score = full_sum(partial_sum(gl.where(is_first[None, :], scores, 0.0)))
         gl.store(to + 6 * plane, gl.minimum(first_score - ahead, 0.0) * LN2, mask=inside)
         gl.store(to + 7 * plane, number, mask=inside)
@@ -353,13 +354,13 @@ def consume(
         step += 1
 
         output = output * _beside(inverse, output)
-        is_whole = row >= 0  # TMA reads zeros before the first row, but cannot be told to write there
+        is_whole = row >= 0  # TMA reads zeros before the first row, but must not write there
         if SEQUENCES:
             is_whole = row + ROWS <= q_len
             if not is_whole:
                 _write(output.to(q_smem.dtype), o_ptr + head * width, begin, row, q_len, heads * width, width)
         if is_whole:
-            query.store(output.to(q_smem.dtype))  # this warpgroup is done with its queries
+            query.store(output.to(q_smem.dtype))  # this warpgroup no longer needs its queries
             fence_async_shared()
             tile = query._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
             tma.async_copy_shared_to_global(o_desc, [batch, head, begin + row, 0], tile)
@@ -379,7 +380,7 @@ def _write(output, to, begin, row, length, stride, width):
 
 @gluon.jit
 def partial_sum(values):
-    """Return row sums (rows, lanes, pair) that stay inside each thread: no shuffles until the tile is done."""
+    """Return partial row sums (rows, lanes, pair) of each thread; no shuffles until the tile ends."""
     rows: gl.constexpr = values.shape[0]
     steps: gl.constexpr = values.shape[1] // (LANES * PAIR)
     return gl.sum(values.reshape([rows, steps, LANES, PAIR]), 1)
@@ -451,7 +452,7 @@ def _beside(row, output):
 
 
 def takes(query: Layout, key: Layout, value: Layout) -> bool:
-    """Return True if attend_rows() takes tensors of these layouts, of one dtype, on a Hopper GPU."""
+    """Return True if attend_rows() supports these layouts: one dtype, on a Hopper GPU."""
     (*_, head_dim), _, dtype, *_ = query
     aligned = head_dim <= WIDEST and head_dim % (TMA_ALIGNMENT // dtype.itemsize) == 0
     return aligned and dtype in HALF_DTYPES and all(map(_is_loadable, (query, key, value))) and key[0] == value[0]
@@ -471,13 +472,13 @@ def _is_loadable(layout: Layout) -> bool:
 
 
 def _strides(layout: Layout) -> list[int]:
-    """Return the strides, with another one for an axis of one element, whose own says nothing."""
+    """Return the strides; an axis with one element gets another stride, because its own is arbitrary."""
     shape, strides, *_ = layout
     return [stride if size > 1 else shape[-1] for size, stride in zip(shape, strides, strict=True)]
 
 
 class Attention:
-    """The kernel for tensors of one layout, with all that does not change from call to call."""
+    """The kernel for tensors of one layout, with everything that calls of this layout share."""
 
     def __init__(self, query: Layout, key: Layout, value: Layout, is_causal: bool, in_sequences: bool) -> None:
         (batch, heads, q_len, head_dim), _, dtype, device, _ = query
@@ -511,7 +512,7 @@ class Attention:
         placed = sums
         if starts is not None:
             _, heads, total = self._rows
-            sums[-1].zero_()  # tokens behind the last sequence see nothing
+            sums[-1].zero_()  # tokens after the last sequence see no keys
             tiles = heads * most_tiles(starts, total, TILE_ROWS)
             placed = tiles_of(starts, total, TILE_ROWS, self._is_causal)
         self._launch(
@@ -535,7 +536,7 @@ def _launch(width: int, dtype: torch.dtype, is_causal: bool, in_sequences: bool,
 
 
 def padded(head_dim: int) -> int:
-    """Return how wide a tile is: TMA fills it with zeros where it reads, and drops them where it writes."""
+    """Return the width of a tile. TMA fills the padding with zeros when it reads, and skips it when it writes."""
     return next(width for width in VARIANTS if head_dim <= width)
 
 

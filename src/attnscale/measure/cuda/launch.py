@@ -1,4 +1,4 @@
-"""What kernels take, the tiles they cut it into, and how they are launched.
+"""Inputs that kernels support, their tiles, and their launches.
 
 Tiles are plain tables, since autotuning needs a GPU and cannot run under graph capture. A launch costs the host little:
 what a kernel was compiled for is not looked up again.
@@ -16,26 +16,26 @@ from attnscale.attending.call import Call
 from attnscale.numerics import KERNEL_DTYPES
 from attnscale.torch_internals import current_stream, looks_on
 
-HAS_TRITON = find_spec("triton") is not None  # looked for here, since Dynamo does not trace the import system
-ALIGNMENT = 16  # bytes, of what is loaded at once
+HAS_TRITON = find_spec("triton") is not None  # found at import, because Dynamo does not trace the import system
+ALIGNMENT = 16  # bytes of one load
 HOPPER = (9, 0)  # the compute capability that the Hopper kernel is written for
-WIDEST_HEAD = 256  # a tile holds whole heads
+WIDEST_HEAD = 256  # a tile holds the whole head dimension
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 SUMS = 8  # planes of sums, as in RowSums: max, total, gap, participation, mean, deviation, first, and visible keys
-LEAST_SPAN = 128  # keys of one program, where the keys of sampled rows are split so that few rows still fill a GPU
-SPANS = 264  # of all heads, two a multiprocessor of an H200: fewer leave it idle, more end before they are fast
+LEAST_SPAN = 128  # least keys of one program, if keys are split so that few sampled rows fill a GPU
+SPANS = 264  # programs over all heads, two for each multiprocessor of an H200; fewer or more are slower
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int | None, int]
 """Shape, strides, dtype, index of the device, and alignment of a tensor."""
 
 
 def layout_key(tensor: Tensor) -> Layout:
-    """Return all that the compilation of a kernel depends on of a tensor."""
+    """Return the properties of a tensor that the compilation of a kernel depends on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device.index, tensor.data_ptr() % ALIGNMENT
 
 
 def token_layout_key(tensor: Tensor) -> Layout:
-    """Return the same of (1, heads, total, head_dim) whatever the number of tokens, as far as compilation allows.
+    """Return layout_key() of (1, heads, total, head_dim), independent of the number of tokens where possible.
 
     It depends on whether strides of what a kernel writes are one, or aligned.
     """
@@ -45,7 +45,7 @@ def token_layout_key(tensor: Tensor) -> Layout:
 
 
 def kernels_take(call: Call) -> bool:
-    """Return True if query and key are what the kernels are written for."""
+    """Return True if the kernels support this query and key."""
     return call.query.dtype == call.key.dtype and _are_taken(call.query) and _are_taken(call.key)
 
 
@@ -55,23 +55,23 @@ def _are_taken(vectors: Tensor) -> bool:
 
 
 def is_intercepted(*tensors: Tensor) -> bool:
-    """Return True if a compiler, mode, transform or tensor subclass is active: none of them would see a launch."""
+    """Return True if a compiler, mode, transform or tensor subclass is active, which would miss a launch."""
     return torch.compiler.is_compiling() or looks_on() or any(type(tensor) not in PLAIN_TYPES for tensor in tensors)
 
 
 def capturing() -> bool:
-    """Return True if the replays of a CUDA graph will refresh what is measured now."""
+    """Return True during the capture of a CUDA graph, whose replays refresh the statistics."""
     return not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
 
 @cache
 def on_hopper(device: int | None) -> bool:
-    """Return True if that GPU is one."""
+    """Return True for a Hopper GPU."""
     return torch.cuda.get_device_capability(device) == HOPPER
 
 
 def key_span(query: Tensor, key: Tensor) -> int:
-    """Return how many keys of a head one program takes, so that few rows fill a GPU; on a CPU, all."""
+    """Return the number of keys for one program, so that few rows fill a GPU; all keys on a CPU."""
     (batch, heads, *_), kv_len = query.shape, key.shape[2]
     spans = max(1, SPANS // (batch * heads))
     return kv_len if query.device.type == "cpu" else -(-kv_len // (spans * LEAST_SPAN)) * LEAST_SPAN
@@ -79,7 +79,7 @@ def key_span(query: Tensor, key: Tensor) -> int:
 
 LEAST_WIDTH = 16  # the narrowest product of tiles
 TENSOR_CORES = (8, 0)  # the first capability whose tensor cores multiply bfloat16
-SAMPLED_ROWS = 64  # at most, of one tile: a head's sample by default
+SAMPLED_ROWS = 64  # at most in one tile: the default sample of a head
 
 
 class Tiles(NamedTuple):
@@ -91,25 +91,25 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# By the head dimension, padded to a power of two: what won on an H200, for Hopper and data-centre Blackwell,
+# By the head dimension, padded to a power of two: the fastest on an H200, for Hopper and data-centre Blackwell,
 LARGE = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 32, 8, 2)}
 # what fits 99 KB of shared memory, for other GPUs, and what fits the registers where no tensor core multiplies.
 SMALL = {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 2)}
 PLAIN = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}
-# float32 as three products on tensor cores: twice the bytes, and the halves of both operands beside them.
+# float32 is computed as three products on tensor cores, which needs twice the memory and both halves of the operands.
 LARGE_FLOAT32 = {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 1), 256: Tiles(64, 32, 8, 1)}
 SMALL_FLOAT32 = {64: Tiles(64, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)}
-FEW_ROWS = 64  # or less: reading keys and values is nearly all the work, as in a decoding step
-LEAST_ROWS = 16  # what a tile of tensor cores holds at least
+FEW_ROWS = 64  # at most; then reading keys and values is nearly all the work, as in a decoding step
+LEAST_ROWS = 16  # smallest tile of tensor cores
 
 
 def padded_width(head_dim: int, least: int) -> int:
-    """Return the power of two that a tile is wide."""
+    """Return the width of a tile, a power of two."""
     return max(1 << (head_dim - 1).bit_length(), least)
 
 
 def tile_constants(cut: Tiles, head_dim: int, dtype: torch.dtype, device: int | None) -> dict[str, object]:
-    """Return what every pass over tiles of rows and keys is compiled for."""
+    """Return the constants that every pass over tiles is compiled for."""
     return {
         "HEAD_DIM": head_dim,
         "WIDTH": padded_width(head_dim, LEAST_WIDTH),
@@ -120,7 +120,7 @@ def tile_constants(cut: Tiles, head_dim: int, dtype: torch.dtype, device: int | 
 
 
 def tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """Return the tiles of a pass over all of so many rows."""
+    """Return the tiles of a pass over this many rows."""
     if capability < TENSOR_CORES:
         table = PLAIN
     elif dtype == torch.float32:
@@ -132,7 +132,7 @@ def tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, i
 
 
 def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool) -> Tiles:
-    """Return the tiles of a pass over a few rows; on Hopper some are five times as slow as others.
+    """Return the tiles of a pass over a few rows. On Hopper, some tile sizes are five times as slow as others.
 
     `banded`: what a row sees is near it, so that a tile of few rows leaves most keys out.
     """
@@ -154,14 +154,14 @@ def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple
 def largest_tiles(
     rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool
 ) -> Tiles:
-    """Return the tiles of a pass that looks for the largest score of every row."""
+    """Return the tiles of a pass that finds the largest score of every row."""
     if mask_by_row and dtype != torch.float32 and head_dim <= 128 and _large(capability):
         return Tiles(64, 64, 4, 3)
     return tiles(rows, head_dim, dtype, capability)
 
 
 def masked_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool) -> Tiles:
-    """Return the tiles of a pass over every row behind a mask; what does not fit the registers is far slower.
+    """Return the tiles of a pass over every row with a mask; tiles that do not fit the registers are far slower.
 
     A mask of each row lies as the keys do where a tile has as many keys as a head is wide: nothing is moved then.
     """
@@ -192,11 +192,11 @@ class Launch:
         self._compiled: Any = None
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Launch so many programs on the current stream of the device."""
+        """Launch this many programs on the current stream of the device."""
         if self._device is not None and self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
                 return self(grid, *arguments)
-        if self._compiled is None:  # always so in triton's interpreter
+        if self._compiled is None:  # always None in triton's interpreter
             self._compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
         else:
             self._compiled[*grid, 1, 1](*arguments, *self._constants.values())
@@ -204,7 +204,7 @@ class Launch:
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """Return zeros that kernels count with and leave as zeros: one tensor a stream, and a new one for a CUDA graph."""
+    """Return counters, which kernels reset to zero: one tensor for each stream, and a new one for each CUDA graph."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = device.index, current_stream(device.index)
@@ -225,12 +225,12 @@ def capability(device: int | None) -> tuple[int, int]:
 
 
 def precision(dtype: torch.dtype, device: int | None) -> str:
-    """Return how operands are multiplied: float32 as three products of tf32 halves, whatever torch allows its own.
+    """Return the input precision of products: float32 as three tf32 products, whatever torch's own setting is.
 
     Each half has the 11 bits of tf32, so that both have all but two of float32's.
     """
     if dtype != torch.float32:
-        return "tf32"  # of no effect on narrower operands
+        return "tf32"  # ignored for narrower dtypes
     return "tf32x3" if capability(device) >= TENSOR_CORES else "ieee"
 
 
@@ -240,7 +240,7 @@ def unit_stride(tensor: Tensor) -> Tensor:
 
 
 def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return a query and a positive scale with the same scores: kernels take maxima before they scale."""
+    """Return a query and a positive scale with the same scores, because kernels take maxima before scaling."""
     if scale > 0.0:
         return query, scale
     return (-query, -scale) if scale else (torch.zeros_like(query), 1.0)

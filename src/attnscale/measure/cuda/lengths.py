@@ -1,4 +1,4 @@
-"""Lengths of queries and keys, or of their gradients, in one launch: sums that several calls add up to."""
+"""Norms of queries and keys, or of their gradients, in one launch, added to the sums of earlier calls."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from functools import lru_cache
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnscale.measure.cuda.launch import LEAST_WIDTH, Launch, Layout, Tiles, layout_key, padded_width, unit_stride
 
-PROGRAMS = 264  # two a multiprocessor of an H200
+PROGRAMS = 264  # two for each multiprocessor of an H200
 TILE_ELEMENTS = 4096
 
 
@@ -47,7 +47,7 @@ def lengths_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """Add up some vectors of one head of the queries, or of the keys, for each query head that has it."""
+    """Add the squares of some vectors of one head of the queries, or of the keys for each query head that uses it."""
     head = tl.program_id(0)
     if head < heads:
         place = (query_batch, query_head, query_row, rows_left_out_batch, rows_left_out_place)

@@ -1,4 +1,4 @@
-"""The pass over some rows, and over rows behind masks, biases, windows, documents or a soft-cap.
+"""The pass over sampled rows, and over rows with masks, biases, windows, documents or a soft-cap.
 
 A program takes a span of a head's keys, so that few rows still fill a GPU; finish.py merges the spans of a row. A mask
 is read once, and only for the rows that are looked at. The same pass can find the largest score of each head where a
@@ -29,7 +29,7 @@ from attnscale.measure.cuda.launch import (
 )
 from attnscale.measure.cuda.rows import VANISHED, key_tile
 
-SLACK: tl.constexpr = tl.constexpr(1 + 1e-4)  # by which rounding may lift a score above what lengths allow
+SLACK: tl.constexpr = tl.constexpr(1 + 1e-4)  # rounding may raise a score above the product of the norms by this factor
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 NO_MASK: tl.constexpr = tl.constexpr(0)
 BOOLEAN: tl.constexpr = tl.constexpr(1)
@@ -90,15 +90,15 @@ def masked_kernel(
     LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Write the sums of a tile of rows over one span of a head's keys, and how many keys each row sees there.
+    """Write the sums of a tile of rows over one span of a head's keys, and each row's number of visible keys.
 
     With LARGEST, raise the largest score of the head instead, if one can be above the limit; NaN counts as ∞.
     """
-    PLAIN: tl.constexpr = MASK == NO_MASK and not FIRST and not DOCUMENTS  # rows see the first keys
+    PLAIN: tl.constexpr = MASK == NO_MASK and not FIRST and not DOCUMENTS  # each row sees the first keys, up to a count
     row_tiles = tl.cdiv(count, TILE_ROWS)
     spans, all_heads = tl.num_programs(1), tl.num_programs(0) // row_tiles
     span, both, begins = tl.program_id(1), tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles * TILE_ROWS
-    if GIVEN_ROWS:  # keys that the attention read last are still in the L2
+    if GIVEN_ROWS:  # the keys that the attention read last are still in the L2
         both = all_heads - 1 - both
     batch, head = (both // heads).to(tl.int64), (both % heads).to(tl.int64)
     query_at += batch * query_batch + head * query_head
@@ -113,7 +113,7 @@ def masked_kernel(
     offset = tl.arange(0, TILE_KEYS)
     if MASK != NO_MASK:
         mask_at += batch * mask_batch + head * mask_head
-    if MASK_BY_ROW and not GIVEN_ROWS:  # 64 bits once, 32 bits an element
+    if MASK_BY_ROW and not GIVEN_ROWS:  # one 64-bit offset, then 32 bits for each element
         mask_at += begins.to(tl.int64) * mask_row
         mask_rows = (row - begins) * mask_row
     if MASK_BY_ROW and GIVEN_ROWS:
@@ -124,15 +124,15 @@ def masked_kernel(
 
     begin, end = span * kv_span, tl.minimum(span * kv_span + kv_span, kv_len)
     start, stop = begin, end
-    if LAST:  # whole tiles that no row sees are left out
+    if LAST:  # skips tiles that no row sees
         stop = tl.minimum(stop, tl.max(position, 0) + last + 1)
     if FIRST:
         ahead = tl.maximum(tl.min(position, 0) + first - begin, 0)
         start = begin + ahead // TILE_KEYS * TILE_KEYS
     if LARGEST:
         squares = tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
-        length = tl.sqrt(tl.max(squares, 0)) + 0.0 * tl.sum(squares, 0)  # NaN where any is, which max passes over
-        longest = tl.load(longest_at + both // heads * (heads // group) + head // group)  # NaN where a key is
+        length = tl.sqrt(tl.max(squares, 0)) + 0.0 * tl.sum(squares, 0)  # NaN if any value is NaN, which tl.max ignores
+        longest = tl.load(longest_at + both // heads * (heads // group) + head // group)  # NaN if a key has NaN
         reach = length * longest * tl.abs(scale) * SLACK
         if CAPPED:
             reach = tl.minimum(reach, softcap)
@@ -148,9 +148,9 @@ def masked_kernel(
     square = tl.zeros([TILE_ROWS], tl.float32)
     number = tl.zeros([TILE_ROWS], tl.float32)
     first_key = tl.load(key_at + begin.to(tl.int64) * key_row + dims, mask=dims < HEAD_DIM, other=0.0)
-    mean = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1) * scale  # to begin near the scores
+    mean = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1) * scale  # a start near the scores
     deviation = tl.zeros([TILE_ROWS], tl.float32)
-    first_score = mean  # of the first key that a row sees
+    first_score = mean  # score of the first visible key
     if CAPPED:
         first_score = softcap * tanh(mean / softcap)
     for here in range(start, stop, TILE_KEYS):
@@ -197,7 +197,7 @@ def masked_kernel(
             mean += moves
 
             higher = tl.maximum(highest, tl.max(scores, 1), propagate_nan=tl.PropagateNan.ALL)
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may have seen nothing yet
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # the row may have no visible key yet
             moved = tl.where(highest == float("-inf"), 0.0, (highest - base) * LOG2_E)
             shrink = tl.exp2(moved)
             z = tl.maximum((scores - base[:, None]) * LOG2_E, VANISHED, propagate_nan=tl.PropagateNan.ALL)
@@ -213,14 +213,14 @@ def masked_kernel(
     else:
         some = tl.where(total == 0.0, 1.0, total)
         to = sums_at + (span * all_heads + both).to(tl.int64) * count + row
-        plane = spans.to(tl.int64) * all_heads * count  # one statistic behind the other, as in RowSums
+        plane = spans.to(tl.int64) * all_heads * count  # statistics are stored one after the other, as in RowSums
         tl.store(to, highest, mask=kept)
         tl.store(to + plane, total, mask=kept)
         tl.store(to + 2 * plane, tl.maximum(-tl.div_rn(slope, some) / LOG2_E, 0.0), mask=kept)
         tl.store(to + 3 * plane, tl.div_rn(tl.div_rn(square, some), some), mask=kept)
         tl.store(to + 4 * plane, mean, mask=kept)
         tl.store(to + 5 * plane, tl.maximum(deviation, 0.0), mask=kept)
-        peak = tl.where(number == 0.0, 0.0, highest)  # a row that sees nothing has none: −∞ − −∞
+        peak = tl.where(number == 0.0, 0.0, highest)  # a row without keys would give −∞ − −∞
         below = tl.minimum(first_score - peak, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(to + 6 * plane, tl.where(number == 0.0, 0.0, below), mask=kept)
         tl.store(to + 7 * plane, number, mask=kept)
@@ -236,14 +236,14 @@ def masked(scores: tl.tensor, visible: tl.tensor, inside: tl.tensor, MASK: tl.co
 
 @triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """Return 1 − 2/(1 + e^{2x}); near zero, where that is mostly rounding, the series."""
+    """Compute the hyperbolic tangent by 1 − 2/(1 + e^{2x}), or near zero by its series, which is more precise there."""
     squared = x * x
     near = x * (1.0 - squared * (1.0 / 3.0 - squared * (2.0 / 15.0 - squared * (17.0 / 315.0))))
     return tl.where(squared < 0.01, near, 1.0 - 2.0 / (1.0 + tl.exp2(2.0 * LOG2_E * x)))
 
 
 def score_masked_rows(call: Call, rows: Tensor | None, span: int) -> Tensor:
-    """Return the sums of every row, or of those at these positions, (batch, rows), over each span of keys.
+    """Return the sums over each span of keys, for every row or for the rows at these positions, (batch, rows).
 
     They are (SUMS, spans, batch, heads, rows). Hidden keys of the mask are False or −∞.
     """
@@ -255,7 +255,7 @@ def score_masked_rows(call: Call, rows: Tensor | None, span: int) -> Tensor:
 
 
 def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call, added: Tensor | None) -> None:
-    """Raise `largest`, a float32 a head, to the largest score of every head that has one above the limit.
+    """Raise `largest`, one float32 for each head, to the head's largest score if that exceeds the limit.
 
     `added` is the most that is added to a score. `calls` goes up by one.
     """

@@ -1,4 +1,4 @@
-"""The pass over every row: a tile of query rows against all the keys they see, with the output or without."""
+"""The pass over every row: a tile of query rows against all their visible keys, with or without the output."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 import math
@@ -26,7 +26,7 @@ from attnscale.measure.cuda.sequence_tiles import FIELDS, most_tiles, tiles_of
 LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
 LN_2: tl.constexpr = tl.constexpr(math.log(2))
 TILE_FIELDS: tl.constexpr = FIELDS
-MANY_ROWS = 2**16  # of sequences, whose lengths the device alone knows
+MANY_ROWS = 2**16  # of packed sequences, whose lengths only the device knows
 VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key's −∞ times zero is NaN
 
 
@@ -64,10 +64,10 @@ def rows_kernel(
     PRECISION: tl.constexpr,
 ) -> None:
     """Compute one tile of query rows against all visible keys; with SEQUENCES, those of the tile's own sequence."""
-    planes_apart = tl.cast(count, tl.int64) * heads  # one statistic behind the other, as in RowSums
+    planes_apart = tl.cast(count, tl.int64) * heads  # statistics are stored one after the other, as in RowSums
     if SEQUENCES:
         row_tiles = tl.load(tiles_at)
-        if tl.program_id(0) >= row_tiles * heads:  # there is room for more tiles than there are
+        if tl.program_id(0) >= row_tiles * heads:  # the grid may have more programs than tiles
             return
         both, tile_at = tl.program_id(0) // row_tiles, tiles_at + (1 + tl.program_id(0) % row_tiles) * TILE_FIELDS
         begin, length, start = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2)
@@ -75,7 +75,7 @@ def rows_kernel(
         count, kv_len = length, length
     else:
         row_tiles = tl.cdiv(count, TILE_ROWS)
-        start = (row_tiles - 1 - tl.program_id(0) % row_tiles) * TILE_ROWS  # causal rows that see most start first
+        start = (row_tiles - 1 - tl.program_id(0) % row_tiles) * TILE_ROWS  # causal rows with the most keys start first
         both, begin = tl.program_id(0) // row_tiles, 0
         planes_apart *= tl.num_programs(0) // row_tiles // heads
         to_at = both.to(tl.int64) * count
@@ -92,11 +92,11 @@ def rows_kernel(
     inside = (dims < HEAD_DIM)[None, :]
     query = tl.load(query_at + row[:, None].to(tl.int64) * query_row + dims[None, :], mask=inside, other=0.0)
 
-    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)  # of q·k, not yet scaled: differences from it are exact
+    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)  # of unscaled q·k, so that differences from it are exact
     total = tl.zeros([TILE_ROWS], tl.float32)
     slope = tl.zeros([TILE_ROWS], tl.float32)
     square = tl.zeros([TILE_ROWS], tl.float32)
-    # moments are taken about the first key's score: a large mean does not swallow the variance
+    # moments about the first key's score, so that a large mean does not hide the variance
     first_key = tl.load(key_at + dims, mask=dims < HEAD_DIM, other=0.0)
     pivot = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1)
     away = tl.zeros([TILE_ROWS], tl.float32)
@@ -149,7 +149,7 @@ def rows_kernel(
     to = to_at + row
     if ATTENDS:
         at = output_at + to[:, None] * HEAD_DIM + dims[None, :]
-        if SEQUENCES:  # by token, as they lie
+        if SEQUENCES:  # stored by token
             at = output_at + ((skipped + row)[:, None] * heads + head) * HEAD_DIM + dims[None, :]
         output = output / total[:, None]
         tl.store(at, output.to(output_at.dtype.element_ty), mask=kept[:, None] & inside)
@@ -181,9 +181,10 @@ def key_tile(
     TILE_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Load keys or values from a start on, zeros past the end."""
+    """Load keys or values from `start`, with zeros past the end."""
     offset, dims = tl.arange(0, TILE_KEYS)[:, None], tl.arange(0, WIDTH)[None, :]
-    at = at + tl.cast(start, tl.int64) * stride + (offset * stride + dims)  # 64 bits once, 32 bits an element
+    # One 64-bit offset, then 32 bits for each element.
+    at = at + tl.cast(start, tl.int64) * stride + (offset * stride + dims)
     if MASKED:
         return tl.load(at, mask=(start + offset < length) & (dims < HEAD_DIM), other=0.0)
     if HEAD_DIM < WIDTH:
@@ -206,7 +207,7 @@ def attend_rows(
 
 
 def score_rows(query: Tensor, key: Tensor, scale: float, is_causal: bool, starts: Tensor | None = None) -> Tensor:
-    """Return the sums of every row alone."""
+    """Return the sums of every row, without the output."""
     return _run(query, key, None, scale, is_causal, starts)
 
 
@@ -229,7 +230,7 @@ def _run(
     sums = torch.empty((SUMS, batch, heads, count), dtype=torch.float32, device=query.device)
     programs, placed = -(-count // launch.tiles.rows) * batch * heads, query
     if starts is not None:
-        sums[-1].zero_()  # tokens behind the last sequence see nothing
+        sums[-1].zero_()  # tokens after the last sequence see no keys
         programs = most_tiles(starts, count, launch.tiles.rows) * heads
         placed = tiles_of(starts, count, launch.tiles.rows, is_causal)
     launch(

@@ -1,4 +1,4 @@
-"""Statistics without an output on a CUDA device: of every row, or of a few rows a head, whatever they see.
+"""Statistics without an output on a CUDA device, for every row or for sampled rows, with any mask.
 
 A training step asks for a few rows of each call, written to a buffer: probe().
 """
@@ -21,7 +21,7 @@ from attnscale.measure.uncertainty import Uncertainty
 from attnscale.torch_internals import current_stream
 from attnscale.visibility import EVERYTHING, Visibility
 
-DRAWS_AHEAD = 256  # at most
+DRAWS_AHEAD = 256  # most draws made at once
 
 
 class SampledRows(NamedTuple):
@@ -30,15 +30,15 @@ class SampledRows(NamedTuple):
     sample: Sample
     sums: Tensor  # (SUMS, spans, batch, heads, rows)
     table: Tensor
-    sinks: Tensor | None = None  # learned logits, float64 (heads,), that the table has in the denominators
+    sinks: Tensor | None = None  # learned logits, float64 (heads,), included in the table's denominators
 
     @property
     def stats(self) -> ScoreStats:
-        """Statistics; what standard errors need is computed from the sums when one is asked for."""
+        """Statistics; standard errors are computed from the sums when they are read."""
         return ScoreStats(self.sums.shape[3], exact=False, pool=Table(self.table, self.errors), refreshed=capturing())
 
     def on_host(self, table: Tensor) -> Pooled:
-        """Return what a table says that was copied to the host; what errors need is copied when one is asked for."""
+        """Return statistics from a table on the host; data for standard errors is copied when they are read."""
         return Table(table, lambda: self._copied(table).errors())()
 
     def _copied(self, table: Tensor) -> "SampledRows":
@@ -53,13 +53,13 @@ class SampledRows(NamedTuple):
 
 
 def measures(call: Call) -> bool:
-    """Return True if kernels measure this call, whatever its rows see; they are no operators."""
+    """Return True if kernels support this call, with any mask; they are not operators."""
     return kernels_take(call) and not is_intercepted(call.query, call.key)
 
 
 def measure(call: Call, rows: int | None) -> ScoreStats:
-    """Measure every row, or about this many a head; what the mask hides is False or −∞."""
-    from attnscale.measure.cuda import finish, masked_rows  # not before it is needed: a CPU may have no triton
+    """Measure every row, or about this many rows for each head; the mask has False or −∞ for hidden keys."""
+    from attnscale.measure.cuda import finish, masked_rows  # imported when needed: a CPU may have no triton
     from attnscale.measure.cuda import rows as every_row
 
     (batch, heads, q_len, _), kv_len, seen = call.query.shape, call.key.shape[2], call.visibility
@@ -91,7 +91,7 @@ def _measure_one_query(query: Tensor, key: Tensor, scale: float, sinks: Tensor |
 
 
 def heads_as_rows(query: Tensor, key: Tensor) -> Tensor:
-    """Return one query of each head as rows: the heads that share a key head see the same keys."""
+    """Return one query of each head as rows, one tile for the heads that share a key head."""
     batch, heads, _, head_dim = query.shape
     return query.reshape(batch, key.shape[1], heads // key.shape[1], head_dim)
 
@@ -108,7 +108,7 @@ def probe(
     table: Tensor,
     lengths: Tensor,
 ) -> SampledRows | None:
-    """Measure about `rows` rows a head into a table; None where no kernel takes the call.
+    """Measure about `rows` rows for each head into a table; None if no kernel supports the call.
 
     The mask, (batch or 1, heads or 1, q_len or 1, kv_len), is of booleans. Rows of `padding`, (batch, q_len), and
     `hidden_keys`, (batch or 1, kv_len), do not count. To `lengths` is added what add_lengths_() adds.
@@ -121,7 +121,7 @@ def probe(
         return None
     planned = design(rows, query.shape[2], len(query), not seen.is_full)
     if planned is None:
-        return None  # so many rows are all there are
+        return None  # the sample would be every row
     with torch.no_grad():
         add_lengths_(lengths, query, key, padding, hidden_keys)
         return measure_rows(call, planned, None, table=table)
@@ -133,12 +133,12 @@ def own_sinks(call: Call) -> Tensor | None:
 
 
 def measure_rows(call: Call, planned: Design, bounds: Tensor | None, table: Tensor | None = None) -> SampledRows:
-    """Measure a draw of rows, whatever they see; what a mask hides is False or −∞.
+    """Measure a draw of rows with any mask, which has False or −∞ for hidden keys.
 
     `bounds`, (heads,), are upper bounds of each head's scores; without them `max_bound` is the largest score seen.
     `table` is written to, if given.
     """
-    from attnscale.measure.cuda import finish, masked_rows  # not before it is needed: a CPU may have no triton
+    from attnscale.measure.cuda import finish, masked_rows  # imported when needed: a CPU may have no triton
 
     sample = drawn_ahead(planned, len(call.query), call.query.device).next()
     sums = masked_rows.score_masked_rows(call, sample.positions, key_span(call.query, call.key))
@@ -149,31 +149,31 @@ def measure_rows(call: Call, planned: Design, bounds: Tensor | None, table: Tens
 
 @cache
 def weights_of(planned: Design, device: torch.device) -> Tensor:
-    """Return how many positions each sampled one stands for, on the device."""
+    """Return the number of positions that each sampled one represents, on the device."""
     return planned.sample(planned.stratum).weights.double().to(device, non_blocking=True)
 
 
 class DrawnAhead:
-    """Draws of one design kept on a GPU: the next one costs no copy, which would also stop a graph capture."""
+    """Draws of one design, made ahead on a GPU: a copy for each draw would cost time and break graph capture."""
 
     def __init__(self, planned: Design, batch: int, device: torch.device) -> None:
         self.planned, self.batch, self.device = planned, batch, device
-        self.stream, self.raw = torch.cuda.current_stream(device), current_stream(device.index)  # of the copies
+        self.stream, self.raw = torch.cuda.current_stream(device), current_stream(device.index)  # stream of the copies
         self.drawn: tuple[Tensor, ...] = ()
         self.used = 0
 
     def next(self) -> Sample:
-        """Return the next draw; under graph capture, where nothing can be copied, one of those at hand again."""
+        """Return the next draw; reuse an earlier one during graph capture, which allows no copy."""
         is_capturing = torch.cuda.is_current_stream_capturing()
         if self.used == len(self.drawn):
             if not is_capturing or not self.drawn:
-                self._draw(min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD))  # few for a length not seen again
+                self._draw(min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD))  # few at first: a length may not occur again
             self.used = 0
         positions = self.drawn[self.used]
         self.used += 1
         if is_capturing:
             CAPTURED.append(positions)
-        elif current_stream(self.device.index) != self.raw:  # a stream itself takes long to ask for
+        elif current_stream(self.device.index) != self.raw:  # the raw handle is cheaper to read than a Stream
             stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(self.stream)
             positions.record_stream(stream)
@@ -185,7 +185,7 @@ class DrawnAhead:
         self.stream, self.raw = torch.cuda.current_stream(self.device), current_stream(self.device.index)
 
 
-CAPTURED: list[Tensor] = []  # a graph reads its positions at every replay, for as long as it lives
+CAPTURED: list[Tensor] = []  # positions that a graph reads at every replay, so they are never freed
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Torch's own fused kernels, called so that the lse of a forward is kept, and a backward can start from it.
+"""Torch's fused kernels, called so that a forward returns its lse and a backward can use it.
 
 No score of a row lies above its lse, ln Σ eˢ, nor the lse above the largest score by more than ln n: of rows that are
 not looked at, it bounds the maximum better than any norm, and costs nothing.
@@ -17,9 +17,9 @@ from attnscale.attending.ragged import as_one_row, as_tokens
 from attnscale.attending.running import run
 from attnscale.torch_internals import sdpa_backend, sdpa_backward, sdpa_forward, sequences_backward
 
-ALIGNMENT = 8  # head dimensions that torch's CUDA kernels take are multiples of this
-LSE_ALIGNMENT = 32  # the memory-efficient one reads its lse in rows padded to a multiple of this
-# What forwards take before dropout: no bias, and that the lse is kept.
+ALIGNMENT = 8  # torch's CUDA kernels need head dimensions that are multiples of this
+LSE_ALIGNMENT = 32  # the memory-efficient kernel pads the rows of its lse to a multiple of this
+# Arguments of the forwards before dropout: no bias, and keep the lse.
 FORWARDS: dict[SDPBackend | None, tuple[Any, ...]] = {
     SDPBackend.CUDNN_ATTENTION: (None, True),
     SDPBackend.FLASH_ATTENTION: (),
@@ -30,18 +30,18 @@ Kernel = Callable[..., Any]
 
 
 def attend_with_lse(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return the output of attention(), bit for bit, and the lse (batch, heads, q_len), None where torch has none."""
+    """Return the bit-identical output of attention(), and the lse (batch, heads, q_len) or None."""
     backend = _choice(call) if _takes_as_given(call) else None
     kernel = sdpa_forward(backend) if backend in FORWARDS else None
     if kernel is None:
         return run(call), None
     options = *FORWARDS[backend], call.dropout_p, call.visibility.is_causal
     output, lse, *_ = kernel(call.query, call.key, call.value, *options, scale=call.scale)
-    return output, lse.reshape(*lse.shape[:2], -1)[..., : call.query.shape[2]]  # what is behind is padding
+    return output, lse.reshape(*lse.shape[:2], -1)[..., : call.query.shape[2]]  # the rest is padding
 
 
 def has_one_dtype(call: Call) -> bool:
-    """Return True if the kernels would get the tensors as they are: one dtype, and autocast has nothing to cast."""
+    """Return True if the tensors have one dtype and autocast would not cast them."""
     if not call.query.dtype == call.key.dtype == call.value.dtype:
         return False
     return not torch.is_autocast_enabled("cuda") or call.query.dtype == torch.get_autocast_dtype("cuda")
@@ -67,7 +67,7 @@ def _choice(call: Call) -> SDPBackend | None:
 
 
 class Pass(NamedTuple):
-    """Tensors and settings that a backward starts from."""
+    """Inputs of a backward pass."""
 
     grad: Tensor
     query: Tensor
@@ -101,7 +101,7 @@ def _backward_fake(
 def attention_gradients(back: Pass) -> Gradients:
     """Return the gradients on a GPU, by the backward of the kernel that SDPA would choose."""
     given, (_, query, key, value, *_) = back, back
-    if key.shape[2] == 1:  # its weight is 1 whatever its score; torch's backwards return NaN for some such shapes
+    if key.shape[2] == 1:  # the weight of a single key is always 1; torch returns NaN for some such shapes
         of_value = back.grad.sum(2, keepdim=True).unflatten(1, (value.shape[1], -1)).sum(2)
         return torch.zeros_like(query), torch.zeros_like(key), _like(of_value, value)
     back = back._replace(grad=back.grad.contiguous())
@@ -117,7 +117,7 @@ def attention_gradients(back: Pass) -> Gradients:
 def packed_gradients(back: Pass, starts: Tensor, longest: int) -> Gradients:
     """Return the gradients of packed sequences, (1, heads, total, head_dim), by torch's kernel for them."""
     kernel, starts = sequences_backward(), starts.to(torch.int32)
-    assert kernel is not None  # or nothing that learns comes here
+    assert kernel is not None  # tensors with gradients always have one
     state, unused = (torch.empty(size, dtype=torch.uint64, device=back.grad.device) for size in ((2,), ()))
     of_query, of_key, of_value = kernel(
         *(back.grad.contiguous(), *map(as_tokens, back[1:4]), back.output, back.lse.squeeze(0), starts, starts),
@@ -128,7 +128,7 @@ def packed_gradients(back: Pass, starts: Tensor, longest: int) -> Gradients:
 
 
 def _sdpa_backend(back: Pass) -> SDPBackend | None:
-    # F.scaled_dot_product_attention's choice for training: it knows what each GPU, dtype and shape allow
+    # the kernel that SDPA would choose in training, which depends on GPU, dtype and shape
     with torch.enable_grad():
         query, key, value = (x.detach().requires_grad_() for x in (back.query, back.key, back.value))
         grouped = query.shape[1] != key.shape[1]
@@ -136,7 +136,7 @@ def _sdpa_backend(back: Pass) -> SDPBackend | None:
 
 
 def _recomputed(back: Pass) -> Gradients:
-    # where torch has no such backward: from an attention that is formed again
+    # if torch has no such backward, recompute the attention
     with torch.enable_grad():
         query, key, value = (x.detach().requires_grad_() for x in (back.query, back.key, back.value))
         grouped = query.shape[1] != key.shape[1]
@@ -172,7 +172,7 @@ def _flash_backward(kernel: Kernel, back: Pass) -> Gradients:
 
 
 def _efficient_backward(kernel: Kernel, back: Pass) -> Gradients:
-    # for float32 and for causal attention of uneven lengths; it takes no groups, so each query head gets its keys
+    # for float32 and causal attention of uneven lengths; it does not support groups, so keys are repeated
     group = back.query.shape[1] // back.key.shape[1]
     key, value = (x if group == 1 else x.repeat_interleave(group, 1) for x in (back.key, back.value))
     unused = torch.empty((), dtype=torch.int64, device=back.query.device)
@@ -195,7 +195,7 @@ BACKWARDS: dict[SDPBackend | None, Callable[[Kernel, Pass], Gradients]] = {
 
 
 def _laid_out(gradients: Gradients, back: Pass) -> Gradients:
-    # without padding, in the memory layout of the tensors they belong to, as the fake promises
+    # without padding, in the memory layout of the inputs, as the fake declares
     of_query, of_key, of_value = map(_like, gradients, (back.query, back.key, back.value))
     return of_query, of_key, of_value
 

@@ -1,4 +1,4 @@
-"""Sequences laid end to end, cut into tiles of rows: which tile lies where, found on the GPU without waiting for it."""
+"""Tiles of rows of packed sequences, computed on the GPU without a host synchronisation."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from functools import lru_cache
@@ -10,21 +10,21 @@ from torch import Tensor
 
 from attnscale.measure.cuda.launch import ALIGNMENT, Launch, Tiles
 
-FIELDS: tl.constexpr = tl.constexpr(4)  # of a tile: where its sequence begins, how long that is, the tile's first row
+FIELDS: tl.constexpr = tl.constexpr(4)  # for each tile: start and length of its sequence, its first row, and padding
 AT_ONCE: tl.constexpr = tl.constexpr(256)  # sequences, or tiles of one
 TILES_BESIDE: tl.constexpr = tl.constexpr(16)  # tiles of one, each beside so many sequences:
 SEQUENCES_BESIDE: tl.constexpr = tl.constexpr(128)
-MOST_SORTED = 1024  # sequences: where there are more, each program has many tiles, and about as much to do as others
+MOST_SORTED = 1024  # sequences; with more, each program has many tiles and the work is even without sorting
 
 
 @triton.jit(do_not_specialize=["count"])
 def tiles_kernel(
     starts_at: tl.tensor, tiles_at: tl.tensor, count: tl.tensor, TILE_ROWS: tl.constexpr, SORTED: tl.constexpr
 ) -> None:
-    """Write the tiles of one sequence, the last rows first; the last program writes the number of all tiles.
+    """Write the tiles of one sequence, last rows first; the last program writes the total number of tiles.
 
-    They lie behind those of the sequences before it, or, sorted, behind all that begin further along their sequence:
-    causal rows that see most then come first, and programs that take every so many-th tile have as much to do.
+    They follow the tiles of earlier sequences. If SORTED, they follow all tiles that begin later in their sequence:
+    then causal rows with the most keys come first, and programs that stride over the tiles have equal work.
     """
     number = tl.program_id(0)
     before = tl.zeros([AT_ONCE], tl.int32)
@@ -49,7 +49,7 @@ def tiles_kernel(
 
 @triton.jit
 def _tiles_in(starts_at: tl.tensor, each: tl.tensor, count: tl.tensor, TILE_ROWS: tl.constexpr) -> tl.tensor:
-    """Return how many tiles each of these sequences has; those from `count` on have none."""
+    """Return the number of tiles of each sequence; zero for sequences from `count` on."""
     begins = tl.load(starts_at + each, mask=each < count, other=0)
     ends = tl.load(starts_at + each + 1, mask=each < count, other=0)
     return ((ends - begins + TILE_ROWS - 1) // TILE_ROWS).to(tl.int32)
@@ -59,7 +59,7 @@ def _tiles_in(starts_at: tl.tensor, each: tl.tensor, count: tl.tensor, TILE_ROWS
 def _further_along(
     starts_at: tl.tensor, tile: tl.tensor, number: tl.tensor, count: tl.tensor, TILE_ROWS: tl.constexpr
 ) -> tl.tensor:
-    """Return how many tiles come before these: further along their sequence, or as far in an earlier sequence."""
+    """Return the number of tiles ordered before these: later in their sequence, or equally late in an earlier one."""
     place = tl.zeros_like(tile)
     for start in range(0, count, SEQUENCES_BESIDE):
         each = start + tl.arange(0, SEQUENCES_BESIDE)
@@ -69,7 +69,7 @@ def _further_along(
 
 
 def tiles_of(starts: Tensor, total: int, tile_rows: int, is_causal: bool) -> Tensor:
-    """Return how many tiles there are, then FIELDS of each; there is room for as many as there can be."""
+    """Return the number of tiles, then FIELDS of each, in a tensor with room for the largest possible number."""
     count, starts = starts.shape[0] - 1, starts.contiguous()
     shape = 1 + most_tiles(starts, total, tile_rows), FIELDS.value
     tiles = torch.empty(shape, dtype=torch.int32, device=starts.device)
@@ -85,5 +85,5 @@ def _launch(dtype: torch.dtype, device: int | None, alignment: int, tile_rows: i
 
 
 def most_tiles(starts: Tensor, total: int, tile_rows: int) -> int:
-    """Return how many tiles there can be: every sequence may leave one that it does not fill."""
+    """Return the largest possible number of tiles: each sequence may have one incomplete tile."""
     return total // tile_rows + starts.shape[0] - 1
