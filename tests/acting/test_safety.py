@@ -222,7 +222,7 @@ def test_parameters_that_deepspeed_keeps_elsewhere_are_refused(attribute):
     model, x = made()
     setattr(model.k_proj.weight, attribute, object())
     for act in (lambda: attnscale.QKClip(model), lambda: attnscale.calibrate_(model, (x,))):
-        with pytest.raises(SettingError, match=r"k_proj\.weight is a copy that DeepSpeed makes anew"):
+        with pytest.raises(SettingError, match=r"k_proj\.weight is a copy that DeepSpeed rebuilds"):
             act()
 
 
@@ -300,4 +300,4 @@ def test_what_is_left_is_said_once_a_layer_and_reason(caplog):
         reports = list(with_qk_clip(model, x, 1e-3, 5))
     assert all(len(report.left) == HEADS for report in reports)
     assert len(caplog.messages) == 1
-    assert "heads 0, 1, 2, 3, 4: left as they are: q_proj.weight is frozen" in caplog.messages[0]
+    assert "heads 0, 1, 2, 3, 4: not changed: q_proj.weight is frozen" in caplog.messages[0]

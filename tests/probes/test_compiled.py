@@ -220,7 +220,7 @@ def test_a_model_that_attends_otherwise_than_before_is_followed_again():
     monitor = Monitor(model, 1, None, [records.append])
     train(model, run, 2, after=monitor.step)
     model.blocks[0].attention.forward = model.blocks[1].attention.forward  # no class says what it does now
-    with pytest.warns(NotFollowedWarning, match="attended otherwise"):
+    with pytest.warns(NotFollowedWarning, match="differs from the trace"):
         train(model, run, 1, after=monitor.step)
     with pytest.warns(NotInsideWarning, match=r"blocks\.0\.attention: its forward was replaced"):
         train(model, run, 2, after=monitor.step)

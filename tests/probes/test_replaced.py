@@ -114,7 +114,7 @@ def test_a_module_that_is_replaced_in_the_middle_of_a_sampled_step_is_told_and_f
     monitor = Monitor(model, 1, None, [records.append])
     train(model, run, 2, after=monitor.step)
     replace_attention(model)
-    with pytest.warns(attnscale.errors.NotFollowedWarning, match="attended otherwise"):
+    with pytest.warns(attnscale.errors.NotFollowedWarning, match="differs from the trace"):
         train(model, run, 1, after=monitor.step)
     expected = largest(deepcopy(model), 0)
     train(model, run, 1, after=monitor.step)

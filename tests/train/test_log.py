@@ -284,7 +284,7 @@ def with_alarm(**changed):
 
 
 CORRUPT = {
-    "no JSON": "hello",
+    "not JSON": "hello",
     "bytes of nothing": "\x00" * 200,
     "no fields": "{}",
     "deep lists": "[" * 100_000 + "]" * 100_000,
@@ -326,7 +326,7 @@ def write_lines(path, lines):
 
 @pytest.mark.parametrize("kind", CORRUPT)
 def test_a_corrupt_line_is_an_error_of_one_sentence(kind):
-    with pytest.raises(LineError, match=r"^(expected|no JSON|no text)"):
+    with pytest.raises(LineError, match=r"^(expected|not JSON|not UTF-8|not readable)"):
         Record.from_line(CORRUPT[kind].encode("utf-8", "surrogatepass"))
 
 

@@ -102,7 +102,7 @@ def test_a_module_that_attends_twice_at_a_probed_step_is_reported_and_traced_at_
     for _ in range(2):
         run.step()
     run.model.towers[1].then = AGAIN[way]
-    layers = run.step(told=r"towers\.1: it attended otherwise than in the trace")
+    layers = run.step(told=r"towers\.1: its attention differs from the trace")
     assert layers["towers.0"].whole("scale_applied") == pytest.approx(HEAD_DIM**-0.5)
     layers = run.step()
     assert list(layers) == ["towers.0", "towers.1", "towers.1#2"]
@@ -116,7 +116,7 @@ def test_a_module_that_runs_otherwise_than_planned_is_reported_and_traced_at_the
     run = Run()
     run.step()
     run.model.towers[1].then = UNSEEN[way]
-    run.step(told=r"towers\.1: it attended otherwise than in the trace")
+    run.step(told=r"towers\.1: its attention differs from the trace")
     run.step()
     recorded, true = run.largest(1)
     assert recorded == true
@@ -128,7 +128,7 @@ def test_a_module_that_begins_to_attend_is_told_and_recorded_from_the_next_step_
     run.model.towers[1].attends = False
     assert list(run.step()) == ["towers.0"]
     run.model.towers[1].attends = True
-    run.step(told=r"towers\.1: it attends, and did not when the model was traced")
+    run.step(told=r"towers\.1: it attends now, but did not when the model was traced")
     assert list(run.step()) == ["towers.0", "towers.1"]
 
 
@@ -139,7 +139,7 @@ def test_of_modules_that_attend_at_some_steps_alone_two_steps_are_missed_and_the
     def steps():
         for number in range(17):
             tower.attends = number % 3 == 2
-            found = run.step(told="it attends, and did not" if len(missed) < 2 and tower.attends else None)
+            found = run.step(told="it attends now, but did not" if len(missed) < 2 and tower.attends else None)
             if tower.attends and "towers.1" not in found:
                 missed.append(number)
 

@@ -33,10 +33,10 @@ from attnscale.watching.layer import Layer
 LOGGER = logging.getLogger(__name__)
 # A head is clipped to slightly below the threshold, because rounding its parameters may increase a score.
 ROUNDING = 1e-5
-STALE = "it was clipped since it was measured, and waits to be measured again"
-WAITS = "so much was taken from its weights that its next scores are waited for"
+STALE = "it was clipped after this measurement; measure it again"
+WAITS = "its weights were scaled down a lot, so it is clipped again only after its next scores"
 NO_EFFECT = "its scores did not follow when its weights were scaled"
-UNDONE = "what a clip writes to its weights is undone by the next step"
+UNDONE = "the next optimiser step undoes its clips"
 NUMBER = re.compile(r"-?\d[\d.e+-]*")  # removed from reasons, to log each reason once
 MAXIMUM, BOUND, ADDED, SINK = range(4)  # rows of the numbers of each head
 
@@ -329,7 +329,7 @@ class Clipper:
         self._state.stopped |= dict.fromkeys(layers, why)
         if self._is_first and layers:
             which = ", ".join(layers) if len(layers) < len(self.slots_of_layers()) else "every layer"
-            done = "" if why == UNDONE else ", and its weights have what was taken back"
+            done = "" if why == UNDONE else ", and its weights are restored"
             warnings.warn(printable(f"QK-Clip stops at {which}: {why}{done}."), NotFollowedWarning, stacklevel=4)
 
     def report(self, numbers: Floats, factors: Floats, sampled: Collection[str] = ()) -> ClipReport:
@@ -355,13 +355,13 @@ class Clipper:
         aim, cap, largest = self._known[AIM, slot], self._known[SOFTCAP, slot], numbers[MAXIMUM]
         added, sink = (max(numbers[ADDED], 0.0), numbers[SINK]) if len(numbers) > 1 else (0.0, -math.inf)
         if sink > aim:
-            return f"a sink beside its keys has the score {sink:.4g}"
+            return f"its sink has a score of {sink:.4g}"
         if not math.isfinite(largest):
             return f"its largest score is {largest}"
         if added >= aim:
-            return f"what is added to its scores, up to {added:.4g}, passes the threshold alone"
+            return f"a bias of up to {added:.4g} is added to its scores, which exceeds the threshold by itself"
         if largest - added >= cap:
-            return f"its largest score is the soft-cap, {cap:.4g}, and what came before is not known"
+            return f"its largest score is at the soft-cap, {cap:.4g}, so the score before the cap is unknown"
         if self._effect.stopped[slot]:
             return self._state.stopped.get(self.scaler.heads[number][0], NO_EFFECT)
         return self.scaler.rows.why_fixed(number) if self._known[FIXED, slot] else WAITS
@@ -376,7 +376,7 @@ class Clipper:
             if self._is_first and said not in self._state.said and left.reason != WAITS:
                 self._state.said.add(said)
                 heads = [each.head for each in report.left if (each.layer, each.reason) == (left.layer, left.reason)]
-                which = printable(f"{left.layer}, heads {', '.join(map(str, heads))}: left as they are: {left.reason}")
+                which = printable(f"{left.layer}, heads {', '.join(map(str, heads))}: not changed: {left.reason}")
                 LOGGER.warning("QK-Clip at %g: %s", report.threshold, which)
 
 

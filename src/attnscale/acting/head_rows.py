@@ -22,8 +22,8 @@ from attnscale.tracing.parameters import Origin, Source, UntraceableError
 
 Indices = NDArray[np.int64]
 Head = tuple[str, int]  # layer, head
-BROKEN = "what makes its queries makes its keys, or values, in part"
-WHOLE = "what makes its queries is not cut as heads are, and makes those of other ranks too (tensor parallel)"
+BROKEN = "the parameters of its queries also make some of its keys or values"
+WHOLE = "the parameters of its queries are not sharded by head, and other ranks use them too (tensor parallel)"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SkippedHead:
     reason: str
 
     def __str__(self) -> str:
-        return printable(f"{self.layer}, head {self.head}: left as it is: {self.reason}")
+        return printable(f"{self.layer}, head {self.head}: not changed: {self.reason}")
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ def refuse_foreign_parameters(model: nn.Module) -> None:
             raise SettingError(f"{name} is a part of FSDP1's flattened parameters, and its rows cannot be scaled.")
         if hasattr(parameter, "ds_id") or getattr(parameter, "_hp_mapping", None) is not None:
             raise SettingError(
-                f"{name} is a copy that DeepSpeed makes anew at each step from partitions of its own, so scaling it "
-                "would be undone; train with DDP or FSDP2 to clip."
+                f"{name} is a copy that DeepSpeed rebuilds from its own partitions at each step, which would undo "
+                "a clip; train with DDP or FSDP2 to clip."
             )
 
 
@@ -71,9 +71,9 @@ def why_not_written(name: str, parameter: Tensor, frozen: Frozen) -> str | None:
     if not parameter.numel():
         return f"{name} is empty on this rank"
     if PARAMETRIZED[0] in name or name.endswith(PARAMETRIZED[1]):
-        return f"{name} is parametrised, and what is made of it may not follow when it is scaled"
+        return f"{name} is parametrised, so the weight made from it may not scale with it"
     if frozen == "keep" and not parameter.requires_grad:
-        return f"{name} is frozen; frozen='write' writes it too"
+        return f"{name} is frozen; pass frozen='write' to change it too"
     return None
 
 
@@ -105,7 +105,7 @@ def _local(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         return parameter.detach(), (0,) * parameter.dim()
     found = shard_offset(parameter.shape, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
     if found is None:
-        raise InputError(f"torch {torch.__version__} does not tell which part of a sharded parameter a rank holds.")
+        raise InputError(f"torch {torch.__version__} does not say which part of a sharded parameter this rank has.")
     _, start = found
     return parameter.to_local().detach(), tuple(start)  # type: ignore[attr-defined]
 

@@ -31,9 +31,9 @@ from attnscale.watching.seen import Seen
 from attnscale.watching.watcher import Settings
 from attnscale.watching.written_call import DISAGREEMENT, NORMED_ROWS, PROBED_ROWS, fit
 
-DIFFERENT = "it attended otherwise than in the trace"
+DIFFERENT = "its attention differs from the trace"
 LATE = "it did not run when the model was traced"
-BEGAN = "it attends, and did not when the model was traced"
+BEGAN = "it attends now, but did not when the model was traced"
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class LayerRecord:
         names = [name for name in (*logged(), "clipped") if entries.get(name) is not None]
         numbers = {name: _numbers(entries[name], name) for name in names}
         if len({len(values) for values in numbers.values()}) > 1:
-            raise LineError("expected one number a head in every list of a layer, and some are shorter")
+            raise LineError("expected one number for each head in every list of a layer, but some lists are shorter")
         clipped = numbers.pop("clipped", None)
         return cls(
             _entry(entries, "rows", int),
@@ -159,11 +159,11 @@ class Record(PlottedResult):
         except LineError:
             raise
         except json.JSONDecodeError as error:
-            raise LineError(f"no JSON: {error.msg} at character {error.pos + 1}") from None
+            raise LineError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
         except UnicodeDecodeError:
-            raise LineError("no text in UTF-8") from None
+            raise LineError("not UTF-8 text") from None
         except (ValueError, RecursionError) as error:  # numbers of thousands of digits; lists in lists in lists
-            raise LineError(f"no JSON that can be read: {str(error).partition(';')[0]}") from None
+            raise LineError(f"not readable JSON: {str(error).partition(';')[0]}") from None
 
 
 def _read_alarm(entries: Any) -> Finding:
@@ -200,7 +200,7 @@ def _numbers(values: Any, name: str) -> list[float]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise LineError(f"no JSON: {constant} is no number")
+    raise LineError(f"not JSON: {constant} is not a number")
 
 
 def _rounded(value: float) -> float | None:
