@@ -247,7 +247,7 @@ def test_a_measurement_clips_once_however_often_it_is_given(every):
     assert [len(report.heads) > 0 for report in reports] == [True, *(6 * [False])]
     assert float(watched(model, inputs).layers["Attention"].stats.max.max()) == pytest.approx(7.0, rel=1e-3)
     assert [bool(report.left) for report in reports[1:]] == 6 * [every > 1]
-    assert all("clipped since it was measured" in left.reason for report in reports for left in report.left)
+    assert all("clipped after this measurement" in left.reason for report in reports for left in report.left)
 
 
 def test_calls_after_a_clip_are_judged_without_those_before_it():

@@ -156,7 +156,7 @@ def test_a_clip_that_the_next_step_undoes_stops_and_says_so(dtype, factor):
     torch.manual_seed(1)
     model = sharpened(Normed(), "attention.q_proj.weight", slice(HEAD_DIM), factor).to(dtype)
     maximum = float(watched(model, (torch.randn(2, LENGTH, D_MODEL).to(dtype),)).layers["attention"].stats.max[0])
-    with pytest.warns(NotFollowedWarning, match="undone by the next step") as warned:
+    with pytest.warns(NotFollowedWarning, match="undoes its clips") as warned:
         reports = trained(model, WithMasters(model, 1e-2), maximum / 1.5)
     assert len([each for each in warned if each.category is NotFollowedWarning]) == 1
     assert [bool(report and report.heads) for report in reports][2:] == 4 * [False]
@@ -190,7 +190,7 @@ def test_frozen_parameters_are_not_written(frozen):
         assert torch.equal(model.get_submodule(name).weight, before[f"{name}.weight"])
     if len(frozen) == 2:
         assert not report.heads
-        assert "q_proj.weight is frozen; frozen='write'" in report.left[0].reason
+        assert "q_proj.weight is frozen; pass frozen='write'" in report.left[0].reason
         assert attnscale.clip_qk_(model, seen, 3.0, frozen="write").heads
     assert watched(model, (x,)).layers["Attention"].stats.max.max() <= 3.0
 
