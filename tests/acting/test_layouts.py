@@ -43,7 +43,7 @@ def test_heads_made_by_a_gain_that_is_whole_on_tensor_parallel_ranks_are_left_an
     before = layout_runs.made(kind, 4, 4)
     for parameters, _, left in ranks:
         assert left
-        assert all("is not cut as heads are" in each for each in left)
+        assert all("are not sharded by head" in each for each in left)
         assert all(torch.equal(parameters[name], each) for name, each in layout_runs.whole(before).items())
 
 
