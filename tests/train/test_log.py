@@ -179,7 +179,7 @@ def test_every_rank_that_is_not_merged_has_a_file_of_its_own(path):
 def test_what_is_no_log_is_refused_in_one_sentence(path):
     os.mkfifo(path.with_name("pipe.jsonl"))
     for name in (path.with_name("pipe.jsonl"), type(path)("/dev/zero"), path.parent):
-        with pytest.raises(SettingError, match="it is no file"):
+        with pytest.raises(SettingError, match="it is not a file"):
             survey(name)
     for name in (path, path / "below.jsonl"):
         with pytest.raises(SettingError, match="No such file"):

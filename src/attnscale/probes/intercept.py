@@ -124,7 +124,7 @@ class ProbeKind:
 
 
 class PlannedLayout(NamedTuple):
-    """What a planned call says to its probes."""
+    """Layout of a planned call, for its probes."""
 
     code: str
     attends_itself: bool

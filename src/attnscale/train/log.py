@@ -152,7 +152,7 @@ def read_log(path: str | Path) -> Log:
 def log_files(path: Path) -> list[Path]:
     """Return the files of a log in the order of writing; only FILE if none exists."""
     if path.exists() and not path.is_file():
-        raise SettingError(f"Expected a log in {path}, and it is no file.")
+        raise SettingError(f"Expected a log in {path}, but it is not a file.")
     return [numbered(path, number) for number in file_numbers(path)]
 
 
