@@ -95,8 +95,9 @@ def test_a_probe_writes_statistics_and_lengths_to_a_buffer(case):
     mask = ~hidden[:, None, None, :] if case in ("mask", "padding") else None
     padding = hidden if case == "padding" else None
     table, lengths = torch.full((heads, TABLE), torch.nan, dtype=torch.float64), torch.zeros(2, 3, heads).double()
+    hides = None if mask is None else hidden
     found = sampled.probe(
-        call.query, call.key, mask, padding, None if mask is None else hidden, 0.3, case == "causal", 64, table, lengths
+        call.query, call.key, mask, hides, case == "padding", case == "causal", 0.3, 64, table, lengths
     )
     assert found.table is table
     assert table[:, :-3].isfinite().all()
@@ -122,7 +123,7 @@ def test_a_probe_writes_statistics_and_lengths_to_a_buffer(case):
 def test_a_probe_leaves_to_others_what_has_few_rows():
     call = call_of(Visibility(), 5)
     nothing = torch.empty(0)
-    assert sampled.probe(call.query, call.key, None, None, None, 0.3, False, 64, nothing, nothing) is None
+    assert sampled.probe(call.query, call.key, None, None, False, False, 0.3, 64, nothing, nothing) is None
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

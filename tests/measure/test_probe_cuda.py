@@ -4,12 +4,10 @@ import pytest
 import torch
 
 import attnscale
-from attnscale.attending.call import Call
 from attnscale.measure.cuda.sampled import probe
-from attnscale.measure.largest import raise_largest_
 from attnscale.measure.pooled import TABLE
 from attnscale.probes.calls import score_bound
-from attnscale.visibility import Visibility
+from attnscale.probes.maxima import probe_max
 
 pytestmark = pytest.mark.gpu
 BATCH, HEADS, Q_LEN, KV_LEN, HEAD_DIM = 3, 6, 331, 331, 40
@@ -45,7 +43,7 @@ def test_a_probe_measures_what_score_stats_measures(dtype, kv_heads, name, is_ca
         pytest.skip("SDPA takes one of the two")
     lengths = torch.zeros(2, 3, HEADS, dtype=torch.float64, device="cuda")
     tables = torch.zeros(40, HEADS, TABLE, dtype=torch.float64, device="cuda")
-    found = [probe(query, key, mask, padding, hidden, 0.3, is_causal, 128, table, lengths) for table in tables]
+    found = [probe(query, key, mask, hidden, True, is_causal, 0.3, 128, table, lengths) for table in tables]
     seen = mask if padding is None else mask & ~padding[:, None, :, None]
     exact = attnscale.score_stats(query, key, scale=0.3, attn_mask=seen, is_causal=is_causal, enable_gqa=True)
     for statistic in ("mean", "std", "entropy", "top1", "effective_keys"):
@@ -69,10 +67,16 @@ def test_a_max_probe_finds_the_largest_score_of_heads_over_the_limit(dtype, kv_h
     query[:, 1] *= 7
     exact = attnscale.score_stats(query, key, scale=0.3, attn_mask=mask, enable_gqa=True).max
     limit = float(exact.sort().values[-2])
-    row = torch.full((HEADS + 3,), -torch.inf, device="cuda")
-    row[-3], row[-1] = limit, 0.0
-    call = Call(query, key, key, Visibility(mask=mask), 0.0, 0.3, None)
-    raise_largest_(row[:HEADS], row[-3], row[-1], call)
+    buffer = torch.full((4, HEADS + 2), -torch.inf, device="cuda")
+    buffer[:, -2], buffer[:, -1] = limit, 0.0
     over = exact > limit
-    torch.testing.assert_close(row[:HEADS][over].double(), exact[over].double(), rtol=1e-4, atol=1e-4)
-    assert row[-1] == 1
+    for number in (0, 2, 0, 2, 0):  # the first run of a row is recorded, the others are replayed
+        probe_max(query, key, None, mask, None, buffer, "-", False, False, 0.3, number)
+        found = buffer[number, :HEADS]
+        torch.testing.assert_close(found[over].double(), exact[over].double(), rtol=1e-4, atol=1e-4)
+    assert buffer[:, -1].tolist() == [3, 0, 2, 0]
+    assert (buffer[1::2, :HEADS] == -torch.inf).all()
+    again = query.clone()
+    again[:, 1] *= 3
+    probe_max(again, key, None, mask, None, buffer, "-", False, False, 0.3, 0)
+    torch.testing.assert_close(buffer[0, :HEADS][1].double(), 3 * exact[1].double(), rtol=1e-4, atol=1e-4)

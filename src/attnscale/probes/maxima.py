@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
+from attnscale.measure.cuda.replay import Replay, replays
 from attnscale.measure.largest import raise_largest_
 from attnscale.probes.install import define_op, no_result
 from attnscale.probes.intercept import KINDS, ROW_MAXIMA, AttentionCall, ProbeKind
@@ -43,23 +44,41 @@ def _probe_max(
     """Raise the maxima of a call in its row of the buffer; a call that is not planned is only counted."""
     if in_backward() or buffer.device != query.device:  # recomputed; or the model was moved since
         return
-    rows, width = buffer.shape
-    if number >= rows - 1:
+    if number >= len(buffer) - 1:
         buffer[-1, CALLS] += 1.0
         return
-    written = None if scores is None or layout == ROW_MAXIMA else layout_from(layout)
-    heads = query.shape[1] if written is None else written.heads
-    largest, _, limit, calls = buffer[number].split_with_sizes([heads, width - heads - EXTRA_COLUMNS, 1, 1])
     if scores is not None:
+        written = None if layout == ROW_MAXIMA else layout_from(layout)
         by_row = scores if written is None else _by_row(written.scores_by_head(scores), attends_itself)
         highest = by_row.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf)  # NaN counts as ∞
+        largest = buffer[number, : len(highest)]
         torch.maximum(largest, highest.to(buffer.dtype), out=largest)
-        calls.add_(1.0)
+        buffer[number, CALLS] += 1.0
         return
+    raise_largest = _raise_largest_again if query.is_cuda and replays(query, key, mask) else _raise_largest
+    given = query, key, mask, hidden_keys
+    raise_largest(given, (buffer,), number, buffer.shape[1], attends_itself, is_causal, scale)
+
+
+def _raise_largest(
+    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    own: tuple[Tensor],
+    number: int,
+    width: int,  # of a row; the recorded places in the buffer depend on it
+    attends_itself: bool,
+    is_causal: bool,
+    scale: float,
+) -> None:
+    """Raise the maxima of a call of SDPA, in a row of the buffer."""
+    (query, key, mask, hidden_keys), (buffer,) = given, own
+    row, heads = buffer[number], query.shape[1]
     query, key, _, seen = fold(query, key, key, Visibility.of(mask, is_causal), enable_gqa=True)
     if attends_itself and hidden_keys is not None and hidden_keys.shape[-1] == query.shape[2]:
         seen = seen.without_rows(hidden_keys.expand(len(query), -1))  # rows of padding do not count
-    raise_largest_(largest, limit, calls, Call(query, key, key, seen, 0.0, scale, None))
+    raise_largest_(row[:heads], row[LIMIT], row[CALLS], Call(query, key, key, seen, 0.0, scale, None))
+
+
+_raise_largest_again = Replay(_raise_largest)
 
 
 def _by_row(scores: Tensor, attends_itself: bool) -> Tensor:

@@ -227,17 +227,16 @@ def _measure_by_kernel(call: ProbedCall, given: AttentionCall, settings: Setting
     """Measure a call by a GPU kernel that writes to the buffer; return False if the kernel does not support it."""
     if not given.query.is_cuda or settings.rows is None:
         return False
-    mask, hidden, padding, is_causal = given.mask, given.hidden_keys, None, given.is_causal
-    if mask is not None:
-        seen = Visibility.of(mask, is_causal)
-        mask, is_causal = seen.mask, seen.last is not None
-    if hidden is not None and given.attends_itself and hidden.shape[-1] == call.query_len:
-        padding = hidden.expand(call.batch, -1)
-    sizes = given.scale, is_causal, settings.rows
-    found = probe(given.query, given.key, mask, padding, hidden, *sizes, call.buffer.table, call.buffer.lengths)
-    if found is None:
+    hidden = given.hidden_keys
+    leaves_rows_out = given.attends_itself and hidden is not None and hidden.shape[-1] == call.query_len
+    call.probed = probe(
+        given.query, given.key, given.mask, hidden, leaves_rows_out, given.is_causal, given.scale, settings.rows,
+        call.buffer.table, call.buffer.lengths,
+    )  # fmt: skip
+    if call.probed is None:
         return False
-    call.probed, call.padding, call.multiplier = found, padding, given.scale
+    call.padding = hidden.expand(call.batch, -1) if leaves_rows_out and hidden is not None else None
+    call.multiplier = given.scale
     return True
 
 

@@ -4,7 +4,8 @@ Tiles are plain tables, since autotuning needs a GPU and cannot run under graph 
 what a kernel was compiled for is not looked up again.
 """
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -200,7 +201,21 @@ class Launch:
             self._compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
         else:
             self._compiled[*grid, 1, 1](*arguments, *self._constants.values())
+        if RECORDING.launches is not None:
+            RECORDING.launches.append((self, grid, arguments))
         return None
+
+    def on(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return a function that launches this many programs of the compiled kernel; pointers may be numbers."""
+        run, constants = self._compiled[*grid, 1, 1], tuple(self._constants.values())
+        return lambda *arguments: run(*arguments, *constants)
+
+
+class _Recording(threading.local):
+    launches: list[tuple[Launch, tuple[int, ...], tuple[Any, ...]]] | None = None
+
+
+RECORDING = _Recording()  # launches of this thread, with their grids and arguments, while replay.py records
 
 
 def counters(device: torch.device, count: int) -> Tensor:

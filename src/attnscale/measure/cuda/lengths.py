@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.cuda.launch import LEAST_WIDTH, Launch, Layout, Tiles, layout_key, padded_width, unit_stride
+from attnscale.measure.cuda.replay import Replay
 
 PROGRAMS = 264  # two for each multiprocessor of an H200
 TILE_ELEMENTS = 4096
@@ -116,11 +117,13 @@ def add_lengths_(
 
     Those of a key are added for each query head that has it. What is left out is (batch or 1, length), boolean.
     """
-    query, key = unit_stride(query), unit_stride(key)
+    launch_lengths((unit_stride(query), unit_stride(key), rows_left_out, keys_left_out), (sums,))
+
+
+def _launch_lengths(given: tuple[Tensor, Tensor, Tensor | None, Tensor | None], own: tuple[Tensor]) -> None:
+    (query, key, *some), (sums,) = given, own
     (batch, heads, q_len, _), (_, keys, kv_len, _) = query.shape, key.shape
-    left_out = [
-        None if each is None else each.expand(batch, -1).view(torch.uint8) for each in (rows_left_out, keys_left_out)
-    ]
+    left_out = [None if each is None else each.expand(batch, -1).view(torch.uint8) for each in some]
     launch = _launch(*(None if each is None else layout_key(each) for each in (query, key, *left_out)))
     parts = max(1, min(PROGRAMS // (heads + keys), batch * -(-max(q_len, kv_len) // launch.tiles.rows)))
     launch(
@@ -130,6 +133,9 @@ def add_lengths_(
         *(stride for each in left_out for stride in ((0, 0) if each is None else each.stride())),
         *(heads, keys, heads // keys, batch, q_len, kv_len),
     )
+
+
+launch_lengths = Replay(_launch_lengths)
 
 
 @lru_cache(maxsize=1024)

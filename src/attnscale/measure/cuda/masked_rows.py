@@ -16,13 +16,16 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.launch import (
+    LEAST_WIDTH,
     SUMS,
     Launch,
     Layout,
+    Tiles,
     capability,
     largest_tiles,
     layout_key,
     masked_tiles,
+    padded_width,
     sample_tiles,
     tile_constants,
     unit_stride,
@@ -34,6 +37,8 @@ LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 NO_MASK: tl.constexpr = tl.constexpr(0)
 BOOLEAN: tl.constexpr = tl.constexpr(1)
 ADDED: tl.constexpr = tl.constexpr(2)
+KEY_PARTS: tl.constexpr = tl.constexpr(16)  # programs that look for the longest key of a head
+KEY_TILE = 4096  # elements of keys that such a program reads at once
 
 
 @triton.jit(
@@ -132,7 +137,9 @@ def masked_kernel(
     if LARGEST:
         squares = tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
         length = tl.sqrt(tl.max(squares, 0)) + 0.0 * tl.sum(squares, 0)  # NaN if any value is NaN, which tl.max ignores
-        longest = tl.load(longest_at + both // heads * (heads // group) + head // group)  # NaN if a key has NaN
+        own_key = both // heads * (heads // group) + head // group
+        lengths = tl.load(longest_at + own_key * KEY_PARTS + tl.arange(0, KEY_PARTS))
+        longest = tl.max(lengths, 0) + 0.0 * tl.sum(lengths, 0)  # NaN if a key has NaN
         reach = length * longest * tl.abs(scale) * SLACK
         if CAPPED:
             reach = tl.minimum(reach, softcap)
@@ -226,6 +233,33 @@ def masked_kernel(
         tl.store(to + 7 * plane, number, mask=kept)
 
 
+@triton.jit(do_not_specialize=["keys", "kv_len"])
+def longest_kernel(
+    key_at: tl.tensor,
+    longest_at: tl.tensor,
+    key_batch: tl.tensor,
+    key_head: tl.tensor,
+    key_row: tl.tensor,
+    keys: tl.tensor,
+    kv_len: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Write the norm of the longest key among a part of the keys of one head; NaN if a key has NaN."""
+    both, part = tl.program_id(0), tl.program_id(1)
+    key_at += (both // keys).to(tl.int64) * key_batch + (both % keys).to(tl.int64) * key_head
+    column = tl.arange(0, WIDTH)
+    longest = tl.zeros([TILE], tl.float32)
+    for begin in range(part * TILE, kv_len, KEY_PARTS * TILE):
+        row = begin + tl.arange(0, TILE)
+        at = key_at + row[:, None].to(tl.int64) * key_row + column[None, :]
+        values = tl.load(at, mask=(row < kv_len)[:, None] & (column < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
+        longest = tl.maximum(longest, tl.sum(values * values, 1), propagate_nan=tl.PropagateNan.ALL)
+    has_nan = tl.sum(tl.where(longest != longest, 1, 0), 0) > 0
+    tl.store(longest_at + both * KEY_PARTS + part, tl.where(has_nan, float("nan"), tl.sqrt(tl.max(longest, 0))))
+
+
 @triton.jit
 def masked(scores: tl.tensor, visible: tl.tensor, inside: tl.tensor, MASK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Return scores with the mask added, and which of them are visible."""
@@ -242,16 +276,22 @@ def tanh(x: tl.tensor) -> tl.tensor:
     return tl.where(squared < 0.01, near, 1.0 - 2.0 / (1.0 + tl.exp2(2.0 * LOG2_E * x)))
 
 
-def score_masked_rows(call: Call, rows: Tensor | None, span: int) -> Tensor:
+def score_masked_rows(call: Call, rows: Tensor | None, span: int, sums: Tensor | None = None) -> Tensor:
     """Return the sums over each span of keys, for every row or for the rows at these positions, (batch, rows).
 
-    They are (SUMS, spans, batch, heads, rows). Hidden keys of the mask are False or −∞.
+    They are (SUMS, spans, batch, heads, rows), in `sums` if it is given. Hidden keys of the mask are False or −∞.
     """
-    batch, heads, q_len, _ = call.query.shape
-    spans, count = -(-call.key.shape[2] // span), q_len if rows is None else rows.shape[1]
-    sums = torch.empty((SUMS, spans, batch, heads, count), dtype=torch.float32, device=call.query.device)
+    count = call.query.shape[2] if rows is None else rows.shape[1]
+    sums = empty_sums(call.query, call.key, count, span) if sums is None else sums
     _run(call, None if rows is None else rows.contiguous(), count, span, sums, None)
     return sums
+
+
+def empty_sums(query: Tensor, key: Tensor, count: int, span: int) -> Tensor:
+    """Return memory for the sums of this many rows."""
+    batch, heads, *_ = query.shape
+    shape = SUMS, -(-key.shape[2] // span), batch, heads, count
+    return torch.empty(shape, dtype=torch.float32, device=query.device)
 
 
 def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call, added: Tensor | None) -> None:
@@ -259,9 +299,26 @@ def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call, ad
 
     `added` is the most that is added to a score. `calls` goes up by one.
     """
-    longest = torch.linalg.vector_norm(call.key, dim=-1, dtype=torch.float32).amax(-1)  # (batch, kv_heads)
+    longest = _longest_keys(unit_stride(call.key))
     written = longest, limit if added is None else added, limit, largest, calls
     _run(call, None, call.query.shape[2], call.key.shape[2], largest, written)
+
+
+def _longest_keys(key: Tensor) -> Tensor:
+    """Return the norm of the longest key in each part of the keys of a head, float32 (batch · kv_heads, KEY_PARTS)."""
+    batch, keys, kv_len, _ = key.shape
+    longest = torch.empty(batch * keys, KEY_PARTS.value, dtype=torch.float32, device=key.device)
+    launch = _longest_launch(layout_key(key))
+    launch((batch * keys, KEY_PARTS.value), key, longest, *key.stride()[:3], keys, kv_len)
+    return longest
+
+
+@lru_cache(maxsize=1024)
+def _longest_launch(key: Layout) -> Launch:
+    (*_, head_dim), _, _, device, _ = key
+    width = padded_width(head_dim, LEAST_WIDTH)
+    cut = Tiles(max(1, KEY_TILE // width), 0, 4, 2)
+    return Launch(longest_kernel, device, {"HEAD_DIM": head_dim, "WIDTH": width, "TILE": cut.rows}, cut)
 
 
 def _run(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.launch import capturing, is_intercepted, kernels_take, key_span
+from attnscale.measure.cuda.replay import Replay, replays
 from attnscale.measure.lengths import add_lengths_, max_bound
 from attnscale.measure.pooled import NUMBERS, Pooled, Table, uncertainty_of
 from attnscale.measure.row_sums import RowSums
@@ -100,31 +101,59 @@ def probe(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
-    padding: Tensor | None,
     hidden_keys: Tensor | None,
-    scale: float,
+    leaves_rows_out: bool,
     is_causal: bool,
+    scale: float,
     rows: int,
     table: Tensor,
     lengths: Tensor,
 ) -> SampledRows | None:
     """Measure about `rows` rows for each head into a table; None if no kernel supports the call.
 
-    The mask, (batch or 1, heads or 1, q_len or 1, kv_len), is of booleans. Rows of `padding`, (batch, q_len), and
-    `hidden_keys`, (batch or 1, kv_len), do not count. To `lengths` is added what add_lengths_() adds.
+    The mask, (batch or 1, heads or 1, q_len or 1, kv_len), is of booleans. `hidden_keys`, (batch or 1, kv_len), do not
+    count; with `leaves_rows_out`, neither do the rows at these positions. To `lengths` is added what add_lengths_()
+    adds.
     """
-    seen = Visibility(last=0 if is_causal else None, mask=mask)
-    seen = seen if padding is None else seen.without_rows(padding)
-    call = Call(query, key, key, seen, 0.0, scale, None)
-    takes_mask = mask is None or (mask.dim() == 4 and mask.dtype == torch.bool and mask.shape[-1] == key.shape[2])
-    if not takes_mask or len(query) != len(key) or not measures(call):
+    call = Call(query, key, key, Visibility(mask=mask), 0.0, scale, None)
+    if len(query) != len(key) or not measures(call) or not replays(query, key, mask):
         return None
-    planned = design(rows, query.shape[2], len(query), not seen.is_full)
+    is_uneven = is_causal or mask is not None
+    planned = design(rows, query.shape[2], len(query), is_uneven)
     if planned is None:
         return None  # the sample would be every row
+    from attnscale.measure.cuda.masked_rows import empty_sums  # imported when needed: a CPU may have no triton
+
+    sample = drawn_ahead(planned, len(query), query.device).next()
+    sums = empty_sums(query, key, len(planned.stratum), key_span(query, key))
+    given, own = (query, key, mask, hidden_keys), (sample.positions, sums, table, lengths)
     with torch.no_grad():
-        add_lengths_(lengths, query, key, padding, hidden_keys)
-        return measure_rows(call, planned, None, table=table)
+        launch_probe(given, own, leaves_rows_out, is_causal, scale, planned)
+    return SampledRows(sample, sums, table)
+
+
+def _launch_probe(
+    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    own: tuple[Tensor, Tensor, Tensor, Tensor],
+    leaves_rows_out: bool,
+    is_causal: bool,
+    scale: float,
+    planned: Design,
+) -> None:
+    from attnscale.measure.cuda import finish, masked_rows
+
+    (query, key, mask, hidden_keys), (positions, sums, table, lengths) = given, own
+    seen, padding = Visibility(last=0 if is_causal else None, mask=mask), None
+    if leaves_rows_out and hidden_keys is not None:
+        padding = hidden_keys.expand(len(query), -1)
+        seen = seen.without_rows(padding)
+    call = Call(query, key, key, seen, 0.0, scale, None)
+    add_lengths_(lengths, query, key, padding, hidden_keys)
+    masked_rows.score_masked_rows(call, positions, key_span(query, key), sums)
+    finish.finish(sums, weights_of(planned, query.device), table=table)
+
+
+launch_probe = Replay(_launch_probe)
 
 
 def own_sinks(call: Call) -> Tensor | None:
@@ -132,18 +161,17 @@ def own_sinks(call: Call) -> Tensor | None:
     return None if call.sinks is None else call.sinks.detach().to(torch.float64, copy=True)
 
 
-def measure_rows(call: Call, planned: Design, bounds: Tensor | None, table: Tensor | None = None) -> SampledRows:
+def measure_rows(call: Call, planned: Design, bounds: Tensor) -> SampledRows:
     """Measure a draw of rows with any mask, which has False or −∞ for hidden keys.
 
-    `bounds`, (heads,), are upper bounds of each head's scores; without them `max_bound` is the largest score seen.
-    `table` is written to, if given.
+    `bounds`, (heads,), are upper bounds of each head's scores.
     """
     from attnscale.measure.cuda import finish, masked_rows  # imported when needed: a CPU may have no triton
 
     sample = drawn_ahead(planned, len(call.query), call.query.device).next()
     sums = masked_rows.score_masked_rows(call, sample.positions, key_span(call.query, call.key))
     sinks = own_sinks(call)
-    table = finish.finish(sums, weights_of(planned, call.query.device), bounds, sinks, table)
+    table = finish.finish(sums, weights_of(planned, call.query.device), bounds, sinks)
     return SampledRows(sample, sums, table, sinks)
 
 
