@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -27,6 +28,7 @@ LATEST = 8  # number of samples in the fit
 LEAST_SAMPLES = 4  # few, because some runs diverge early
 FARTHEST = 8  # longest forecast in samples; recorded runs follow their trend no longer
 DAMPING = 0.8
+STEPS_ADDED = 1 + 1 / (1 - DAMPING)  # of the growth of one sample, by any forecast; the one is for scatter
 LEAST_SCATTER = 0.03  # smallest scatter of a logarithm; no run stays smoother
 BELOW, ABOVE = 1.45, 1.5  # width of the interval in scatters; ABOVE is multiplied by √(samples ahead)
 SURE = 2.5  # growth in scatters; 90% of series without growth stay below (tests/diagnose/test_forecast.py)
@@ -152,15 +154,25 @@ class Trend:
         >>> trend.passes(80).step < 1347, trend.passes(100)
         (True, None)
         """
-        if threshold is None or self.growth is None or self.is_clipped:
+        if threshold is None or self.is_clipped or (self.softcap is not None and threshold >= self.softcap):
             return None
-        if self.softcap is not None and threshold >= self.softcap:
+        if not self._may_reach(threshold) or self.growth is None:
             return None
         crossing = self.growth.passes(threshold)
         bound = None if crossing is None else growth(self.steps, self.bounds)
         if crossing is None or bound is None:
             return crossing
         return crossing if bound.highest(max(crossing.step - bound.step, 0.0)) >= math.log(threshold) else None
+
+
+    def _may_reach(self, threshold: float) -> bool:
+        """Return False if no line through the latest samples reaches the threshold; a fit takes many times as long.
+
+        The steepest pair of neighbours is no flatter than the line, and damping adds up to a few steps of it.
+        """
+        latest = [value for value in self.largest[-LATEST:] if value > 0]
+        steepest = max((after / before for before, after in pairwise(latest)), default=1.0)
+        return max(latest, default=0.0) * max(steepest, 1.0) ** STEPS_ADDED >= threshold
 
 
 def _robust_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, NDArray[np.float64]]:

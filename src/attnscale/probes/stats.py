@@ -117,15 +117,15 @@ class _Stats(ProbeKind):
     def at_call(self, call: AttentionCall, tensors: Any, number: int) -> None:
         (slot, runs), operands = tensors, (call.query, call.key)
         learns = torch.is_grad_enabled() and all(operand.requires_grad for operand in operands)
-        call = call.detached()
         if type(slot) is Tensor:
             add: Callable[..., Any] | None = _measure(call, slot, number, learns, is_compiled=False)
         elif call.modification is not None:
-            functions, buffers = call.modification
+            call, (functions, buffers) = call.detached(), call.modification
             constants = functions, call.attends_itself, call.scale
             probe_flex(call.query, call.key, buffers, slot, runs, *constants, number, learns)
             add = partial(_probe_gradient_of, slot) if learns else None
         else:
+            call = call.detached()
             probe_stats(*call.tensors, slot, runs, *call.constants, number, learns)
             add = partial(_probe_gradient_of, slot) if learns else None
         if add is not None:
