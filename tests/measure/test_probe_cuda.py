@@ -79,4 +79,4 @@ def test_a_max_probe_finds_the_largest_score_of_heads_over_the_limit(dtype, kv_h
     again = query.clone()
     again[:, 1] *= 3
     probe_max(again, key, None, mask, None, buffer, "-", False, False, 0.3, 0)
-    torch.testing.assert_close(buffer[0, :HEADS][1].double(), 3 * exact[1].double(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(buffer[0, 1].double(), 3 * exact[1].double(), rtol=1e-2, atol=1e-4)  # bfloat16 rounds
