@@ -164,7 +164,6 @@ class Trend:
             return crossing
         return crossing if bound.highest(max(crossing.step - bound.step, 0.0)) >= math.log(threshold) else None
 
-
     def _may_reach(self, threshold: float) -> bool:
         """Return False if no line through the latest samples reaches the threshold; a fit takes many times as long.
 
@@ -172,7 +171,7 @@ class Trend:
         """
         latest = [value for value in self.largest[-LATEST:] if value > 0]
         steepest = max((after / before for before, after in pairwise(latest)), default=1.0)
-        return max(latest, default=0.0) * max(steepest, 1.0) ** STEPS_ADDED >= threshold
+        return bool(max(latest, default=0.0) * max(steepest, 1.0) ** STEPS_ADDED >= threshold)
 
 
 def _robust_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, NDArray[np.float64]]:

@@ -188,10 +188,16 @@ class ProbedCall:
         """Statistics of the scores; numbers from a kernel are read when a statistic is first read."""
         return self.stats or ScoreStats(self.heads, exact=False, pool=self._pooled)
 
+    @property
+    def needs_bound(self) -> bool:
+        """True if the upper bound of the scores must come from the longest query and key."""
+        return self.probed is not None and self.multiplier is not None
+
     def _pooled(self) -> Pooled:
         assert self.probed is not None  # otherwise self.stats is set
         table, (queries, keys) = self.numbers.table, self.numbers.lengths[:, 2]
-        table[:, BOUND] = torch.maximum(table[:, BOUND], score_bound(self.multiplier or 0.0, queries, keys))
+        if self.multiplier is not None:
+            table[:, BOUND] = torch.maximum(table[:, BOUND], score_bound(self.multiplier, queries, keys))
         return self.probed.on_host(table)
 
     def add_gradients(self, query: Tensor, key: Tensor) -> None:

@@ -5,7 +5,7 @@ passed the limit, then the limit, and how often it was called. The last row coun
 backward pass that recomputes a forward writes nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -101,11 +101,11 @@ class _Maxima(ProbeKind):
     """In an eager run `buffer.data` is written: a checkpoint may have saved the buffer, and checks its version."""
 
     def at_call(self, call: AttentionCall, tensors: Any, number: int) -> None:
+        is_eager = type(tensors) is Tensor
+        call, buffer = (call, tensors.data) if is_eager else (call.detached(), tensors)
+        probe: Callable[..., None] = _probe_max if is_eager else probe_max
         with torch.no_grad():
-            if type(tensors) is Tensor:
-                _probe_max(*call.tensors, tensors.data, *call.constants, number)
-            else:
-                probe_max(*call.detached().tensors, tensors, *call.constants, number)
+            probe(*call.tensors, buffer, *call.constants, number)
 
     def at_unplanned_softmax(self, tensors: Any) -> None:
         buffer = tensors.data if type(tensors) is Tensor else tensors

@@ -120,7 +120,8 @@ class _Stats(ProbeKind):
         if type(slot) is Tensor:
             add: Callable[..., Any] | None = _measure(call, slot, number, learns, is_compiled=False)
         elif call.modification is not None:
-            call, (functions, buffers) = call.detached(), call.modification
+            functions, buffers = call.modification
+            call = call.detached()
             constants = functions, call.attends_itself, call.scale
             probe_flex(call.query, call.key, buffers, slot, runs, *constants, number, learns)
             add = partial(_probe_gradient_of, slot) if learns else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import InputError, NotFollowedWarning
-from attnscale.measure.cuda.sampled import probe
+from attnscale.measure.cuda.sampled import probe, probe_scores
 from attnscale.measure.lengths import add_lengths_
 from attnscale.numerics import constant_on, wide_dtype, without_autocast
 from attnscale.probes.calls import NumbersBuffer, ProbedCall, finish
@@ -277,13 +277,14 @@ def _measure_by_scores(call: ProbedCall, given: AttentionCall, settings: Setting
     def rows_at(positions: Tensor) -> tuple[Tensor, Tensor]:
         chosen = scores.index_select(-2, positions.to(scores.device, non_blocking=True))
         chosen = chosen.to(wide_dtype(chosen))
-        shown = chosen > NEVER_A_SCORE
-        kept = None if padding is None else ~padding[:, None, positions.to(padding.device, non_blocking=True), None]
-        return chosen, shown if kept is None else shown & kept
+        return chosen, chosen > NEVER_A_SCORE
 
-    highest = by_key.amax((0, 2)).double()
-    by_row = Rows(len(scores), call.heads, call.query_len, call.key_len, planned.is_uneven, rows_at)
-    call.stats = by_row.measure(rows, lambda: highest)
+    highest, is_uneven = by_key.amax((0, 2)), planned.is_uneven
+    if rows is not None:
+        call.probed = probe_scores(scores, padding, is_uneven, highest, rows, call.buffer.table)
+    if call.probed is None:
+        by_row = Rows(len(scores), call.heads, call.query_len, call.key_len, is_uneven, rows_at).without(padding)
+        call.stats = by_row.measure(rows, highest.double)
     call.padding = padding
     call.buffer.scales.copy_(_scales(call.planned, scores, query, key))
     _add_lengths(call, query, key, padding, hidden, settings)

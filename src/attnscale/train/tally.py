@@ -102,7 +102,7 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     stated = [math.nan if call.multiplier is None else call.multiplier for call in calls]
     multiplier = torch.tensor(stated, dtype=torch.float64)
     known = torch.tensor([call.has_gradients for call in calls])
-    by_lengths = torch.tensor([call.probed is not None for call in calls])  # otherwise the table has the bound
+    by_lengths = torch.tensor([call.needs_bound for call in calls])
     known, multiplier, by_lengths = (
         each.repeat_interleave(torch.tensor(heads), 0) for each in (known, multiplier, by_lengths)
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.launch import capturing, is_intercepted, kernels_take, key_span
+from attnscale.measure.cuda.launch import HAS_TRITON, SUMS, capturing, is_intercepted, kernels_take, key_span
 from attnscale.measure.cuda.replay import Replay, replays
 from attnscale.measure.lengths import add_lengths_, max_bound
 from attnscale.measure.pooled import NUMBERS, Pooled, Table, uncertainty_of
@@ -154,6 +154,27 @@ def _launch_probe(
 
 
 launch_probe = Replay(_launch_probe)
+
+
+def probe_scores(
+    scores: Tensor, left_out: Tensor | None, is_uneven: bool, highest: Tensor, rows: int, table: Tensor
+) -> SampledRows | None:
+    """Measure about `rows` rows for each head of scores in memory, (batch, heads, q_len, kv_len), into a table.
+
+    A key is hidden where its score is too low to be one. Rows `left_out`, (batch or 1, q_len), do not count. `highest`,
+    (heads,), are the largest scores. None if no kernel supports the scores, or the sample would be every row.
+    """
+    batch, _, q_len, _ = scores.shape
+    planned = design(rows, q_len, batch, is_uneven or left_out is not None)
+    if planned is None or not scores.is_cuda or not HAS_TRITON or is_intercepted(scores):
+        return None
+    from attnscale.measure.cuda import finish, score_matrix
+
+    sample = drawn_ahead(planned, batch, scores.device).next()
+    sums = torch.empty((SUMS, 1, *scores.shape[:2], sample.positions.shape[1]), device=scores.device)
+    score_matrix.sum_rows(scores, left_out, sample.positions, sums)
+    finish.finish(sums, weights_of(planned, scores.device), highest, table=table)
+    return SampledRows(sample, sums, table)
 
 
 def own_sinks(call: Call) -> Tensor | None:
