@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import InputError, NotFollowedWarning
-from attnscale.measure.cuda.sampled import probe, probe_scores
+from attnscale.measure.cuda.sampled import WrittenScores, probe, probe_scores
 from attnscale.measure.lengths import add_lengths_
+from attnscale.measure.sampling import design
 from attnscale.numerics import constant_on, wide_dtype, without_autocast
 from attnscale.probes.calls import NumbersBuffer, ProbedCall, finish
 from attnscale.probes.intercept import MODIFICATIONS, AttentionCall
@@ -279,15 +280,19 @@ def _measure_by_scores(call: ProbedCall, given: AttentionCall, settings: Setting
         chosen = chosen.to(wide_dtype(chosen))
         return chosen, chosen > NEVER_A_SCORE
 
-    highest, is_uneven = by_key.amax((0, 2)), planned.is_uneven
-    if rows is not None:
-        call.probed = probe_scores(scores, padding, is_uneven, highest, rows, call.buffer.table)
+    highest, is_uneven = by_key.amax((0, 2)), planned.is_uneven or padding is not None
+    call.padding = padding
+    chosen = None if rows is None else design(rows, call.query_len, call.batch, is_uneven)
+    if chosen is not None:
+        given_scores = WrittenScores(scores, query, key, padding, hidden)
+        scale = _scale_arguments(call.planned, scores)
+        numbers = call.buffer.table, call.buffer.lengths, call.buffer.scales
+        call.probed = probe_scores(given_scores, highest.float(), scale, chosen, *numbers)
     if call.probed is None:
         by_row = Rows(len(scores), call.heads, call.query_len, call.key_len, is_uneven, rows_at).without(padding)
         call.stats = by_row.measure(rows, highest.double)
-    call.padding = padding
-    call.buffer.scales.copy_(_scales(call.planned, scores, query, key))
-    _add_lengths(call, query, key, padding, hidden, settings)
+        call.buffer.scales.copy_(_scales(call.planned, scores, query, key))
+        _add_lengths(call, query, key, padding, hidden, settings)
 
 
 def _add_lengths(
@@ -302,28 +307,34 @@ def _add_lengths(
     add_lengths_(call.buffer.lengths, query, key, padding, hidden)
 
 
+def _scale_arguments(planned: PlannedCall, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, float | None, float]:
+    """Return what the scale is measured by.
+
+    These are positions of rows, the planned multiplier of q·k, the scale that it stands for, the soft-cap, and the
+    least relative difference from the plan that counts.
+    """
+    written = planned.written
+    assert written is not None
+    factors = np.abs(planned.factors[0]) * np.abs(planned.factors[1])
+    device, positions = scores.device, spread_positions(scores.shape[-2], PROBED_ROWS).numpy()
+    constants = (constant_on(device, each) for each in (positions, written.multiplier, written.multiplier * factors))
+    rows, multiplier, stated = constants
+    return rows, multiplier, stated, planned.template.softcap, DISAGREEMENT if written.is_constant else 0.0
+
+
 def _scales(planned: PlannedCall, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return the planned scale, or the measured slope of the scores over q·k if the two disagree."""
-    known, softcap = planned.written, planned.template.softcap
-    assert known is not None
-    factors = np.abs(planned.factors[0]) * np.abs(planned.factors[1])
-    stated = constant_on(scores.device, known.multiplier * factors)
-    probe = _spread(scores, PROBED_ROWS)
-    of_product = _wide(query[0, :, probe]) @ _wide(key[0]).mT
-    of_product = of_product * constant_on(of_product.device, known.multiplier).to(of_product.dtype)[:, None, None]
-    found = _wide(scores[0, :, probe])
+    rows, multiplier, stated, softcap, disagreement = _scale_arguments(planned, scores)
+    of_product = _wide(query[0, :, rows]) @ _wide(key[0]).mT
+    of_product = of_product * multiplier.to(of_product.dtype)[:, None, None]
+    found = _wide(scores[0, :, rows])
     shown = found > NEVER_A_SCORE
     if softcap is not None:
         found = softcap * torch.atanh((found / softcap).clamp(-1, 1))
         shown = shown & torch.isfinite(found)
         found = found.masked_fill(~shown, 0.0)
     slope, _ = fit(of_product, found, shown)
-    return torch.where((slope - 1).abs() > (DISAGREEMENT if known.is_constant else 0.0), stated * slope, stated)
-
-
-def _spread(vectors: Tensor, most: int) -> Tensor:
-    """Return evenly spaced positions of queries or keys, on their device."""
-    return constant_on(vectors.device, spread_positions(vectors.shape[-2], most).numpy())
+    return torch.where((slope - 1).abs() > disagreement, stated * slope, stated)
 
 
 def _wide(tensor: Tensor) -> Tensor:

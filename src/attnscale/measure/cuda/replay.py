@@ -13,6 +13,7 @@ from torch import Tensor
 from attnscale.measure.cuda.launch import RECORDING, Launch, layout_key
 from attnscale.torch_internals import current_stream
 
+DEFAULT_STREAM = 0  # which no CUDA graph can capture
 MOST_RECORDINGS = 1024  # of one function; beyond it, all are made again
 
 Given = tuple[Tensor | None, ...]
@@ -38,7 +39,7 @@ class Replay:
 
     It is called as function(given, own, *constants). The tensors `given` may have any layout, and any number of
     recordings is kept for different ones; `own` are contiguous, and always of the same layout for the same `given`.
-    Scratch memory is shared by all runs on one stream.
+    Scratch memory is shared by all runs.
     """
 
     def __init__(self, function: Function) -> None:
@@ -52,7 +53,7 @@ class Replay:
             self._function(given, own, *constants)
             return
         layouts = [None if each is None else layout_key(each) for each in given]
-        key = (current_stream(device), *constants, *layouts)
+        key = (device, *constants, *layouts)
         recording = self._recordings.get(key)
         if recording is None:
             self._record(key, given, own, constants)
@@ -62,12 +63,15 @@ class Replay:
             step.launch(*[begins[number] + offset for number, offset in step.pointers], *step.others)
 
     def _can_replay(self, device: int | None, begins: Sequence[int]) -> bool:
-        """Return False for tensors that cannot be told apart, and where the memory of a recording must not be used."""
-        if device is None or device != torch.cuda.current_device() or RECORDING.launches is not None:
+        """Return False for tensors that cannot be told apart, and where the memory of a recording must not be used.
+
+        Other streams than the default one may run at the same time, or prepare a CUDA graph with memory of its own.
+        """
+        if device is None or device != torch.cuda.current_device() or current_stream(device) != DEFAULT_STREAM:
             return False
         known = [begin for begin in begins if begin]
         is_apart = len(set(known)) == len(known)
-        return is_apart and not torch.cuda.is_current_stream_capturing()  # a CUDA graph needs memory of its own
+        return is_apart and RECORDING.launches is None
 
     def _record(self, key: object, given: Given, own: tuple[Tensor, ...], constants: tuple[Any, ...]) -> None:
         launches: list[tuple[Launch, tuple[int, ...], tuple[Any, ...]]] = []

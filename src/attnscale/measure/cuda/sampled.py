@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.launch import HAS_TRITON, SUMS, capturing, is_intercepted, kernels_take, key_span
+from attnscale.measure.cuda.launch import SUMS, capturing, is_intercepted, kernels_take, key_span
 from attnscale.measure.cuda.replay import Replay, replays
 from attnscale.measure.lengths import add_lengths_, max_bound
 from attnscale.measure.pooled import NUMBERS, Pooled, Table, uncertainty_of
@@ -19,6 +19,7 @@ from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Design, Sample, design
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.uncertainty import Uncertainty
+from attnscale.numerics import KERNEL_DTYPES
 from attnscale.torch_internals import current_stream
 from attnscale.visibility import EVERYTHING, Visibility
 
@@ -156,25 +157,64 @@ def _launch_probe(
 launch_probe = Replay(_launch_probe)
 
 
-def probe_scores(
-    scores: Tensor, left_out: Tensor | None, is_uneven: bool, highest: Tensor, rows: int, table: Tensor
-) -> SampledRows | None:
-    """Measure about `rows` rows for each head of scores in memory, (batch, heads, q_len, kv_len), into a table.
+class WrittenScores(NamedTuple):
+    """Scores of an attention that is written out, and what its scale is measured by.
 
-    A key is hidden where its score is too low to be one. Rows `left_out`, (batch or 1, q_len), do not count. `highest`,
-    (heads,), are the largest scores. None if no kernel supports the scores, or the sample would be every row.
+    A key is hidden where its score is too low to be one. `rows_left_out` and `keys_left_out` are (batch or 1, length).
     """
-    batch, _, q_len, _ = scores.shape
-    planned = design(rows, q_len, batch, is_uneven or left_out is not None)
-    if planned is None or not scores.is_cuda or not HAS_TRITON or is_intercepted(scores):
-        return None
-    from attnscale.measure.cuda import finish, score_matrix
 
-    sample = drawn_ahead(planned, batch, scores.device).next()
+    scores: Tensor  # (batch, heads, q_len, kv_len)
+    query: Tensor  # (batch, heads, q_len, features), and keys likewise: the operands of the product
+    key: Tensor
+    rows_left_out: Tensor | None
+    keys_left_out: Tensor | None
+
+
+def probe_scores(
+    given: WrittenScores,
+    highest: Tensor,
+    scale: tuple[Tensor, Tensor, Tensor, float | None, float],
+    planned: Design,
+    table: Tensor,
+    lengths: Tensor,
+    scales: Tensor,
+) -> SampledRows | None:
+    """Measure the planned rows of each head into a table, the lengths of all vectors, and the scale of each head.
+
+    `highest`, float32 (heads,), are the largest scores. `scale` are the arguments of find_scales() from the positions
+    to the disagreement. None if no kernel supports the scores.
+    """
+    scores, query, key, *_ = given
+    call = Call(query, key, key, EVERYTHING, 0.0, 1.0, None)
+    if scores.dtype not in KERNEL_DTYPES or not measures(call) or is_intercepted(scores):
+        return None
+    sample = drawn_ahead(planned, len(scores), scores.device).next()
     sums = torch.empty((SUMS, 1, *scores.shape[:2], sample.positions.shape[1]), device=scores.device)
-    score_matrix.sum_rows(scores, left_out, sample.positions, sums)
-    finish.finish(sums, weights_of(planned, scores.device), highest, table=table)
+    launch = launch_scores if replays(query, key, None) else _launch_scores
+    launch(given, (sample.positions, highest, sums, table, lengths, scales), *scale, planned)
     return SampledRows(sample, sums, table)
+
+
+def _launch_scores(
+    given: WrittenScores,
+    own: tuple[Tensor, ...],
+    rows: Tensor,
+    multiplier: Tensor,
+    stated: Tensor,
+    softcap: float | None,
+    disagreement: float,
+    planned: Design,
+) -> None:
+    from attnscale.measure.cuda import finish, score_matrix  # imported when needed: a CPU may have no triton
+
+    (scores, query, key, rows_left_out, keys_left_out), (positions, highest, sums, table, lengths, scales) = given, own
+    score_matrix.sum_rows(scores, rows_left_out, positions, sums)
+    finish.finish(sums, weights_of(planned, scores.device), highest, table=table)
+    add_lengths_(lengths, query, key, rows_left_out, keys_left_out)
+    score_matrix.find_scales(scores, query, key, rows, multiplier, stated, softcap, disagreement, scales)
+
+
+launch_scores = Replay(_launch_scores)
 
 
 def own_sinks(call: Call) -> Tensor | None:

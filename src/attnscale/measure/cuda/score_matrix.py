@@ -1,6 +1,7 @@
-"""The pass over sampled rows of scores that lie in memory, as attention that is written out computes them.
+"""Passes over scores that lie in memory, as attention that is written out computes them.
 
-One program reads one row twice: first its largest score and its mean, then the sums that need them.
+One measures sampled rows: a program reads one row twice, first for its largest score and its mean, then for the sums
+that need them. The other compares a few rows with q·k, to find the scale that was really applied.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -11,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnscale.measure.cuda.launch import Launch, Layout, Tiles, layout_key
-from attnscale.measure.cuda.replay import Replay
+from attnscale.measure.cuda.launch import LEAST_WIDTH, Launch, Layout, Tiles, layout_key, padded_width
 from attnscale.measure.cuda.rows import VANISHED
 from attnscale.visibility import NEVER_A_SCORE
 
-MOST_KEYS = 4096  # read at once
+MOST_KEYS = 4096  # read at once by a program that measures a row
+TILE_ELEMENTS = 4096  # of keys, read at once by a program that finds a scale
 HIDDEN: tl.constexpr = tl.constexpr(NEVER_A_SCORE)
 
 
@@ -97,11 +98,14 @@ def matrix_kernel(
     tl.store(to + 7 * plane, seen)
 
 
-def _launch_matrix(given: tuple[Tensor, Tensor | None], own: tuple[Tensor, Tensor]) -> None:
-    (scores, left_out), (rows, sums) = given, own
+def sum_rows(scores: Tensor, left_out: Tensor | None, rows: Tensor, sums: Tensor) -> None:
+    """Write the sums over the keys of the rows at these positions, (batch, rows), to (SUMS, 1, batch, heads, rows).
+
+    Rows that are `left_out`, (batch or 1, q_len), have no visible keys.
+    """
     (batch, heads, _, kv_len), count = scores.shape, rows.shape[1]
     left_out = None if left_out is None else left_out.expand(batch, -1).view(torch.uint8)
-    launch = _launch(layout_key(scores), None if left_out is None else layout_key(left_out))
+    launch = _matrix_launch(layout_key(scores), None if left_out is None else layout_key(left_out))
     launch(
         (count, batch * heads),
         *(scores, rows, scores if left_out is None else left_out, sums, *scores.stride()),
@@ -110,19 +114,112 @@ def _launch_matrix(given: tuple[Tensor, Tensor | None], own: tuple[Tensor, Tenso
     )
 
 
-_sum_rows = Replay(_launch_matrix)
-
-
-def sum_rows(scores: Tensor, left_out: Tensor | None, rows: Tensor, sums: Tensor) -> None:
-    """Write the sums over the keys of the rows at these positions, (batch, rows), to (SUMS, 1, batch, heads, rows).
-
-    Rows that are `left_out`, (batch or 1, q_len), have no visible keys.
-    """
-    _sum_rows((scores, left_out), (rows, sums))
-
-
 @lru_cache(maxsize=1024)
-def _launch(scores: Layout, left_out: Layout | None) -> Launch:
+def _matrix_launch(scores: Layout, left_out: Layout | None) -> Launch:
     (*_, kv_len), _, _, device, _ = scores
     tile = min(MOST_KEYS, max(128, 1 << (kv_len - 1).bit_length()))
     return Launch(matrix_kernel, device, {"LEAVES_OUT": left_out is not None, "TILE": tile}, Tiles(1, tile, 4, 1))
+
+
+@triton.jit(
+    do_not_specialize=["heads", "kv_len", "disagreement", "softcap"],
+    do_not_specialize_on_alignment=["scales_at"],  # a part of a larger tensor
+)
+def slope_kernel(
+    scores_at: tl.tensor,
+    query_at: tl.tensor,
+    key_at: tl.tensor,
+    positions_at: tl.tensor,
+    multiplier_at: tl.tensor,
+    stated_at: tl.tensor,
+    scales_at: tl.tensor,
+    score_head: tl.tensor,
+    score_row: tl.tensor,
+    score_key: tl.tensor,
+    query_head: tl.tensor,
+    query_row: tl.tensor,
+    query_feature: tl.tensor,
+    key_head: tl.tensor,
+    key_row: tl.tensor,
+    key_feature: tl.tensor,
+    kv_len: tl.tensor,
+    softcap: tl.tensor,
+    disagreement: tl.tensor,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    CAPPED: tl.constexpr,
+) -> None:
+    """Write the stated scale of a head, times the slope of its scores on multiplier · q·k if that is not one."""
+    head = tl.program_id(0).to(tl.int64)
+    feature = tl.arange(0, WIDTH)
+    together, own = tl.zeros([1], tl.float64), tl.zeros([1], tl.float64)
+    for number in range(ROWS):
+        position = tl.load(positions_at + number)
+        at = query_at + head * query_head + position * query_row + feature * query_feature
+        query = tl.load(at, mask=feature < HEAD_DIM, other=0.0).to(tl.float32)
+        count, sum_x, sum_y = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+        sum_xx, sum_xy = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+        for begin in range(0, kv_len, TILE):
+            row = (begin + tl.arange(0, TILE)).to(tl.int64)
+            at = key_at + head * key_head + row[:, None] * key_row + feature[None, :] * key_feature
+            key = tl.load(at, mask=(row < kv_len)[:, None] & (feature < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
+            at = scores_at + head * score_head + position * score_row + row * score_key
+            scores = tl.load(at, mask=row < kv_len, other=float("-inf")).to(tl.float64)
+            visible = scores > HIDDEN
+            if CAPPED:
+                share = scores / softcap
+                visible = visible & (tl.abs(share) < 1.0)
+                share = tl.where(visible, share, 0.0)
+                scores = 0.5 * softcap * tl.log((1.0 + share) / (1.0 - share))
+            x = tl.where(visible, tl.sum(key * query[None, :], 1).to(tl.float64), 0.0)
+            y = tl.where(visible, scores, 0.0)
+            count += visible.to(tl.float64)
+            sum_x += x
+            sum_y += y
+            sum_xx += x * x
+            sum_xy += x * y
+        seen = tl.maximum(tl.sum(count, 0), 1.0)
+        total = tl.sum(sum_x, 0)
+        together += tl.sum(sum_xy, 0) - total * tl.sum(sum_y, 0) / seen
+        own += tl.sum(sum_xx, 0) - total * total / seen
+    here = tl.arange(0, 1)
+    slope = together / tl.where(own > 0.0, own, 1.0) / tl.load(multiplier_at + head + here).to(tl.float64)
+    slope = tl.where((own > 0.0) & (tl.abs(slope) < float("inf")), slope, 1.0)
+    stated = tl.load(stated_at + head + here).to(tl.float64)
+    tl.store(scales_at + head + here, tl.where(tl.abs(slope - 1.0) > disagreement, stated * slope, stated))
+
+
+def find_scales(
+    scores: Tensor,
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    multiplier: Tensor,
+    stated: Tensor,
+    softcap: float | None,
+    disagreement: float,
+    scales: Tensor,
+) -> None:
+    """Write the scale of each head, float64 (heads,), from the rows of the first batch entry at these positions.
+
+    It is `stated`, (heads,), unless the slope of the scores on `multiplier` · q·k differs from one by more than
+    `disagreement`.
+    """
+    launch = _slope_launch(*map(layout_key, (scores, query, key)), len(positions), softcap is not None)
+    launch(
+        (scores.shape[1],),
+        *(scores, query, key, positions, multiplier, stated, scales),
+        *(stride for tensor in (scores, query, key) for stride in tensor.stride()[1:]),
+        *(scores.shape[3], float(softcap or 1.0), float(disagreement)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _slope_launch(scores: Layout, query: Layout, key: Layout, rows: int, is_capped: bool) -> Launch:
+    (*_, head_dim), _, _, device, _ = query
+    width = padded_width(head_dim, LEAST_WIDTH)
+    cut = Tiles(rows, max(16, TILE_ELEMENTS // width), 4, 1)
+    constants = {"ROWS": rows, "HEAD_DIM": head_dim, "WIDTH": width, "TILE": cut.keys, "CAPPED": is_capped}
+    return Launch(slope_kernel, device, constants, cut)
