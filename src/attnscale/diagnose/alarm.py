@@ -216,7 +216,8 @@ def _reasons(snapshot: LayerSnapshot, limits: Thresholds, standing: Mapping[str,
 
 
 def _forecast(snapshot: LayerSnapshot, subject: str) -> Iterator[Reason]:
-    growth, crossing = snapshot.trend.growth, snapshot.trend.passes(next_threshold(max(snapshot.max, HARMFUL / 2)))
+    crossing = snapshot.trend.passes(next_threshold(max(snapshot.max, HARMFUL / 2)))
+    growth = None if crossing is None else snapshot.trend.growth
     if growth is None or crossing is None:
         return
     limit, _, published = next(entry for entry in EXPLODING if entry[0] == crossing.threshold)

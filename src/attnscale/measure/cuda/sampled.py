@@ -128,11 +128,11 @@ def probe(
     sample = drawn_ahead(planned, len(query), query.device).next()
     sums = empty_sums(query, key, len(planned.stratum), key_span(query, key))
     given, own = (query, key, mask, hidden_keys), (sample.positions, sums, table, lengths)
-    with torch.no_grad():
-        launch_probe(given, own, leaves_rows_out, is_causal, scale, planned)
+    launch_probe(given, own, leaves_rows_out, is_causal, scale, planned)
     return SampledRows(sample, sums, table)
 
 
+@torch.no_grad()
 def _launch_probe(
     given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     own: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -195,6 +195,7 @@ def probe_scores(
     return SampledRows(sample, sums, table)
 
 
+@torch.no_grad()
 def _launch_scores(
     given: WrittenScores,
     own: tuple[Tensor, ...],
