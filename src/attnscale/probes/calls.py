@@ -7,10 +7,11 @@ trace, is built from the plan and the buffer on request.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.measure.cuda.sampled import SampledRows
@@ -105,23 +106,26 @@ class HostNumbers:
         return CallNumbers.of_row(self._rows[number], self.heads[number])
 
     @cached_property
-    def columns(self) -> tuple[Tensor, ...]:
-        """Numbers of each call that can be summed over calls, (heads, COLUMNS)."""
+    def columns(self) -> list[NDArray[np.float64]]:
+        """Numbers of each call that can be summed over calls, (heads, COLUMNS).
+
+        In NumPy: torch may start a thread for every core, which takes longer than so few numbers.
+        """
         if not self.heads:
-            return ()
-        columns = self._rows.flatten()[_column_index(self.heads, self._rows.shape[1])]
-        return torch.split(columns, list(self.heads))
+            return []
+        columns = self._rows.numpy().ravel()[_column_index(self.heads, self._rows.shape[1])]
+        return np.split(columns, np.cumsum(self.heads)[:-1])
 
 
 @lru_cache(maxsize=16)
-def _column_index(heads: tuple[int, ...], width: int) -> Tensor:
+def _column_index(heads: tuple[int, ...], width: int) -> Indices:
     """Return the indices of the columns of each head, (total heads, COLUMNS), in rows of this width."""
     found = []
     for row, own in zip(torch.arange(len(heads) * width).view(-1, width), heads, strict=True):
         numbers = CallNumbers.of_row(row, own)
         by_head = [numbers.lengths.flatten(0, 1), numbers.gradients.flatten(0, 1), numbers.scales[None]]
         found.append(torch.cat([numbers.table[:, :POOLED], torch.cat(by_head).mT], dim=1))
-    return torch.cat(found)
+    return torch.cat(found).numpy()
 
 
 @dataclass(eq=False, repr=False)
@@ -178,7 +182,7 @@ class ProbedCall:
         return self.host.of(self.place)
 
     @property
-    def columns(self) -> Tensor:
+    def columns(self) -> NDArray[np.float64]:
         """Numbers that can be summed over calls, (heads, COLUMNS), on the host; waits for the copy."""
         assert self.host is not None  # set at the end of the step
         return self.host.columns[self.place]
@@ -247,10 +251,13 @@ def _key_copies(planned: PlannedCall, keys: int) -> tuple[Indices | None, int]:
     return own, copies if (own == np.arange(keys) // copies).all() else 0
 
 
-def score_bound(multiplier: Tensor | float, queries: Tensor, keys: Tensor) -> Tensor:
+Numbers = TypeVar("Numbers", Tensor, NDArray[np.float64])
+
+
+def score_bound(multiplier: Numbers | float, queries: Numbers, keys: Numbers) -> Numbers:
     """Return an upper bound of the scores of each head, from the squared norms of its longest query and key."""
-    bound = ((queries * keys).sqrt() * multiplier).abs()
-    return bound + BOUND_SLACK * bound.clamp(min=1.0)
+    bound = abs((queries * keys) ** 0.5 * multiplier)
+    return bound + BOUND_SLACK * bound.clip(min=1.0)
 
 
 def finish(calls: Sequence[ProbedCall], buffers: Sequence[NumbersBuffer]) -> None:

@@ -5,6 +5,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
 from attnscale.diagnose.finding import SEVERITIES, Finding
@@ -51,7 +52,7 @@ class LayerRecord:
         """Smallest factor of QK-Clip on any head since the previous record; 1 if it did not act."""
         return min((factor for factor in self.clipped or () if factor > 0), default=1.0)
 
-    @property
+    @cached_property
     def effective_max(self) -> tuple[float, int]:
         """Largest effective score and its head; NaN if no head has a score.
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
@@ -29,6 +30,7 @@ ROWS = SUMS.index("rows")
 NUMERATORS = torch.tensor([SUMS.index(NUMERATOR.get(name, name)) for name in DENOMINATOR])
 DENOMINATORS = torch.tensor([SUMS.index(name) for name in DENOMINATOR.values()])
 
+Array = NDArray[np.float64]
 Key = tuple[str, int, int]  # layer, index of the part of its heads (tensor parallel), number of heads
 Tallies = dict[Key, Tensor]
 Layers = Mapping[str, Layer | Sequence[ProbedCall]]
@@ -83,35 +85,33 @@ class PendingTallies:
         }
 
 
-def _packed(pooled: Tensor, columns: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+@np.errstate(all="ignore")
+def _packed(pooled: Array, columns: Sequence[Array], gradients: Sequence[Array]) -> Tensor:
     """Return tallies from pooled rows, the columns scale, ‖q‖², ‖k‖² and cos² of the heads, and squared gradients."""
     rows = pooled[:, len(POOLED_NUMBERS) + ROWS]
-    weighted = torch.where(rows > 0, torch.stack([*columns]).double() * rows, 0.0)
-    added = torch.stack([*gradients, torch.ones_like(rows)])
-    return torch.cat([pooled, torch.cat([weighted, added]).mT], dim=-1)
+    weighted = np.where(rows > 0, np.stack([*columns]) * rows, 0.0)
+    added = np.stack([*gradients, np.ones_like(rows)])
+    return torch.from_numpy(np.concatenate([pooled, np.concatenate([weighted, added]).T], axis=1))
 
 
+@np.errstate(all="ignore")
 def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     """Return the tallies of probed calls, from the buffers on the host: all calls of all layers at once."""
     calls = [call for some in layers.values() for call in some]
     if not calls:
         return {}
-    heads, columns = [call.heads for call in calls], torch.cat([call.columns for call in calls])
-    pooled, lengths, gradients, scales = columns.split(COLUMNS, dim=1)
-    factors = torch.from_numpy(np.concatenate([call.factors for call in calls], axis=1))
-    stated = [math.nan if call.multiplier is None else call.multiplier for call in calls]
-    multiplier = torch.tensor(stated, dtype=torch.float64)
-    known = torch.tensor([call.has_gradients for call in calls])
-    by_lengths = torch.tensor([call.needs_bound for call in calls])
-    known, multiplier, by_lengths = (
-        each.repeat_interleave(torch.tensor(heads), 0) for each in (known, multiplier, by_lengths)
-    )
-    bound = torch.where(by_lengths, score_bound(multiplier, lengths[:, 2], lengths[:, 5]), -math.inf)
-    pooled[:, BOUND] = torch.maximum(pooled[:, BOUND], bound)
-    scale = torch.where(multiplier.isnan(), scales[:, 0], multiplier * factors.prod(0)).abs()
-    squares = (lengths[:, ::3] / lengths[:, 1::3].clamp(min=1.0)).mT / factors.square()
-    reached = torch.where(known, gradients[:, ::3], 0.0).unbind(1)
-    no_cosine = torch.full_like(scale, math.nan)  # records() computes it from the spread
+    heads, columns = [call.heads for call in calls], np.concatenate([call.columns for call in calls])
+    pooled, lengths, gradients, scales = np.split(columns, np.cumsum(COLUMNS)[:-1], axis=1)
+    factors = np.concatenate([call.factors for call in calls], axis=1)
+    known = np.repeat([call.has_gradients for call in calls], heads, axis=0)
+    by_lengths = np.repeat([call.needs_bound for call in calls], heads)
+    multiplier = np.repeat([math.nan if call.multiplier is None else call.multiplier for call in calls], heads)
+    bound = np.where(by_lengths, score_bound(multiplier, lengths[:, 2], lengths[:, 5]), -math.inf)
+    pooled[:, BOUND] = np.maximum(pooled[:, BOUND], bound)
+    scale = np.abs(np.where(np.isnan(multiplier), scales[:, 0], multiplier * factors.prod(0)))
+    squares = (lengths[:, ::3] / lengths[:, 1::3].clip(min=1.0)).T / np.square(factors)
+    reached = list(np.where(known, gradients[:, ::3], 0.0).T)
+    no_cosine = np.full_like(scale, math.nan)  # records() computes it from the spread
     packed = iter(_packed(pooled, (scale, *squares, no_cosine), reached).split(heads))
     found = {key: added([next(packed) for _ in some]) for key, some in layers.items()}
     for key, some in layers.items():
@@ -125,10 +125,11 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
 
 def _of_traced(layer: Layer) -> Tensor:
     """Return the tally of a traced layer, with NaN for unknown numbers."""
-    missing = torch.full((layer.heads,), math.nan, dtype=torch.float64)
+    missing = np.full(layer.heads, math.nan)
     names = ("query_norm", "key_norm", "cosine", "query_gradient", "key_gradient")
-    squares = [missing if (norm := getattr(layer, name)) is None else norm.double().cpu().square() for name in names]
-    pooled, scale = pooled_columns([layer.stats.pooled]).cpu(), layer.scales.double().cpu().abs()
+    norms = (getattr(layer, name) for name in names)
+    squares = [missing if norm is None else np.square(norm.double().cpu().numpy()) for norm in norms]
+    pooled, scale = pooled_columns([layer.stats.pooled]).cpu().numpy(), layer.scales.double().abs().cpu().numpy()
     return _packed(pooled, (scale, *squares[:3]), squares[3:])
 
 
