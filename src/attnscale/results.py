@@ -6,12 +6,11 @@
 from importlib import import_module
 from typing import Any
 
-HOME = "attnscale.show.notebook:View"
+HOME = "attnscale.show.notebook"
 
 
 def _view(result: object) -> Any:
-    module, _, name = HOME.partition(":")
-    return getattr(import_module(module), name).of(result)
+    return import_module(HOME).view_of(result)
 
 
 class Result:

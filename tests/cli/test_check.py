@@ -197,7 +197,7 @@ def test_a_name_that_is_code_stays_a_name_everywhere(page):
     assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
     assert EVIL in "".join(elements.text)
     assert [tag for tag, _ in elements.found].count("script") == 2
-    island = re.search(r'<script type="application/json" id="figures">(.*?)</script>', written, re.DOTALL)[1]
+    island = re.search(r'<script type="application/json" id="data">(.*?)</script>', written, re.DOTALL)[1]
     assert EVIL in json.loads(island)["head-map"][0]["rows"][0]  # test_report_pages.py sees it drawn
     _, out, _ = check(f"{BROKEN}evil")
     assert EVIL in out

@@ -9,7 +9,7 @@ from attnscale.checking import Checked
 from attnscale.comparing import compare_profiles
 from attnscale.comparing.sides import profile_of
 from attnscale.show.check import show_check, show_comparison
-from attnscale.show.costs import show_costs
+from attnscale.show.listings import show_costs
 from attnscale.show.text import at_dots
 from tests.checking.broken import D_MODEL, Attention
 

@@ -102,7 +102,7 @@ def test_it_is_in_both_reports_as_a_column_a_map_a_curve_and_a_word(record):
         maps = [figure for figure in figures if figure.name == "head-map"]
         assert maps[0].views[BENT.long].values[0] == [33.0] * 3
         assert maps[0].views[BENT.long].notice.startswith("The lowest bentness of a head is 33")
-        assert blocks["method"][-1].entries[BENT.long] == BENT.meaning
+        assert blocks["method"][-1][BENT.long] == BENT.meaning
     curves = next(figure for figure in figures if figure.name == "run-curves")
     assert curves.views[BENT.long].series[0].y == [33.0]
 

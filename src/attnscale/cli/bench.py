@@ -35,7 +35,7 @@ def bench(
 
     from attnscale.bench import KINDS, cases, measure_case, to_dict
     from attnscale.errors import SettingError
-    from attnscale.show.costs import show_costs
+    from attnscale.show.listings import show_costs
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):

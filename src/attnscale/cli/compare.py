@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from attnscale.cli import arguments
-from attnscale.cli.output import AsJson, print_json, print_message
+from attnscale.cli.output import AsJson, end, print_json, print_message
 from attnscale.errors import SettingError
 from attnscale.files import write_whole
 
@@ -13,7 +13,6 @@ SIDE = (
     "a model as `attnscale check` takes it, or the word bundled; a saved check (check --save); or a log of a run, "
     "LOG.jsonl or LOG.jsonl#RUN."
 )
-Tolerance = Annotated[float, typer.Option(help="Ignore smaller changes (relative; absolute for shares).")]
 
 
 def compare(
@@ -36,7 +35,7 @@ def compare(
     device: arguments.Device = "cpu",
     model_type: arguments.ModelType = None,
     base: arguments.Base = None,
-    tolerance: Tolerance = 0.01,
+    tolerance: Annotated[float, typer.Option(help="Ignore smaller changes (relative; absolute for shares).")] = 0.01,
     json: AsJson = False,
 ) -> None:
     """List the heads that changed from A to B: spread, scale, norms, alignment, entropy and gradient.
@@ -84,6 +83,5 @@ def compare(
     if html is not None:
         print_message(f"The report is in {html}.")
     if not found.is_compared:
-        print_message("No layer was compared, so the exit status is 2.")
-        raise typer.Exit(2)
-    raise typer.Exit(int(isinstance(found, BackendComparison) and found.first is not None))
+        end(2, "No layer was compared, so the exit status is 2.")
+    end(int(isinstance(found, BackendComparison) and found.first is not None))

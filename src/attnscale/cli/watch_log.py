@@ -1,12 +1,12 @@
 """`attnscale watch-log`: show a recorded training run."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from attnscale.cli.arguments import Html, require_report
-from attnscale.cli.output import AsJson, print_json, print_message
+from attnscale.cli.output import AsJson, end, print_json, print_message
 from attnscale.files import write_whole
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def watch_log(
     if follow and (html is not None or json):
         raise SettingError("Expected --follow without --html and --json: it redraws a table until Ctrl-C.")
     if follow:
-        raise typer.Exit(int(_follow(file, run).run.worst == "error"))
+        _follow(file, run)
     require_report(html)
     found = survey(file, run)
     if html is not None:
@@ -55,7 +55,7 @@ def watch_log(
         _show(found)
     if html is not None:
         print_message(f"The report is in {html}.")
-    raise typer.Exit(int(found.run.worst == "error"))
+    end(int(found.run.worst == "error"))
 
 
 def _show(found: "Survey") -> None:
@@ -65,8 +65,8 @@ def _show(found: "Survey") -> None:
     show_run(found.run)
 
 
-def _follow(file: Path, run: str | None) -> "Survey":
-    """Redraw the run whenever its log changes, until Ctrl-C; return the last state shown."""
+def _follow(file: Path, run: str | None) -> NoReturn:
+    """Redraw the run whenever its log changes, until Ctrl-C."""
     import time
 
     from rich.console import Console
@@ -74,17 +74,17 @@ def _follow(file: Path, run: str | None) -> "Survey":
     from attnscale.train.log import log_files
     from attnscale.train.run import survey
 
-    def size() -> int:
-        return sum(each.stat().st_size for each in log_files(file) if each.exists())
+    def sizes() -> list[int]:
+        return [each.stat().st_size for each in log_files(file) if each.exists()] if file.exists() else []
 
-    last_size, found = size() if file.exists() else 0, survey(file, run)
+    last, found = sizes(), survey(file, run)
     try:
         _show(found)
         while True:
             time.sleep(POLL)
-            if size() != last_size:
-                last_size, found = size(), survey(file, run)
+            if sizes() != last:
+                last, found = sizes(), survey(file, run)
                 Console().clear()
                 _show(found)
     except KeyboardInterrupt:
-        return found
+        end(int(found.run.worst == "error"))

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import singledispatch
+from functools import partial, singledispatch
 from html import escape
 from importlib import import_module
 from itertools import repeat
 from typing import Any
+
+from torch import Tensor
 
 from attnscale.acting.clip import ClipReport
 from attnscale.checking import Checked
@@ -50,11 +52,6 @@ class View:
     notes: Iterable[str] = ()
     draw: Callable[[Any, str, float], None] | None = None
 
-    @staticmethod
-    def of(result: object) -> "View":
-        """Return the view of a result."""
-        return view_of(result)
-
     @property
     def line(self) -> str:
         """One-line summary for repr()."""
@@ -64,7 +61,7 @@ class View:
         """Return the verdict, the table and the notes as HTML. Names are escaped."""
         columns, rows = self.table.columns, self.table.rows
         head = "".join(_cell("th", column.heading, column) for column in columns)
-        body = "".join(f"<tr>{''.join(_cells(columns, row))}</tr>" for row in rows[:MOST_ROWS])
+        body = "".join(map(partial(_row, columns), rows[:MOST_ROWS]))
         more = [f"And {len(rows) - MOST_ROWS:,} more rows: .to_pandas() has all."] if len(rows) > MOST_ROWS else []
         notes = "".join(f"<p style='margin:.3em 0'>{_safe(note)}</p>" for note in (*more, *self.notes))
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
@@ -109,11 +106,9 @@ def _(seen: Seen) -> View:
     layers = seen.layers.values()
     found = f"{counted(len(layers), 'attention layer')}, {counted(seen.calls, 'call')}"
     headings = ("layer", "kind", "heads", "d_k", "scale", "expected scale", *(entry.long for entry in SEEN))
-    rows = ([*_facts(layer), *(_cell_of(layer.stats, entry) for entry in SEEN)] for layer in layers)
+    table = table_of(headings, map(_layer_cells, layers), (0, 1))
     records = (row for layer in layers for row in _head_rows(layer))
-    return View(
-        "Seen", found, table_of(headings, rows, (0, 1)), records, notes=padding_note(layers), draw=_layers(seen)
-    )
+    return View("Seen", found, table, records, notes=padding_note(layers), draw=_layers(seen))
 
 
 @view_of.register
@@ -132,8 +127,9 @@ def _(table: WhatIf) -> View:
     now, tried = table.rows[0], counted(len(table.rows) - 1, "candidate")
     spread = f"Now the scores spread by {number(now.spread)}"
     verdict = f"{spread}, entropy {100 * now.entropy_ratio:.1f}% of its maximum; {tried} tried"
-    records = ({"candidate": row.name} | {key: own for key, own in asdict(row).items() if key != "name"}
-               for row in table.rows)  # fmt: skip
+    records = [asdict(row) for row in table.rows]
+    for record in records:
+        record["candidate"] = record.pop("name")
     return View("WhatIf", verdict, what_if_table(table), records)
 
 
@@ -165,16 +161,13 @@ def _(report: ClipReport) -> View:
     skipped = f", {counted(len(report.left), 'head')} skipped" if report.left else ""
     verdict = f"{counted(len(report.heads), 'head')} clipped to {report.threshold:g}{skipped}"
     headings = ("layer", "head", "largest score", "measured", "at most", "multiplied by", "parameters")
-    rows = (
-        (head.layer, str(head.head), number(head.maximum), head.measured, number(head.bound), number(head.gamma, 4),
-         "; ".join(map(str, head.touched)))
-        for head in report.heads
-    )  # fmt: skip
-    records = (
-        {"layer": head.layer, "head": head.head, "max": head.maximum, "max_bound": head.bound,
-         "measured": head.measured, "factor": head.gamma, "parameters": [one.parameter for one in head.touched]}
-        for head in report.heads
-    )  # fmt: skip
+    rows, records = [], []
+    for head in report.heads:
+        numbers = number(head.maximum), head.measured, number(head.bound), number(head.gamma, 4)
+        rows.append((head.layer, str(head.head), *numbers, "; ".join(map(str, head.touched))))
+        of_head = {"layer": head.layer, "head": head.head, "max": head.maximum, "max_bound": head.bound}
+        parameters = [one.parameter for one in head.touched]
+        records.append(of_head | {"measured": head.measured, "factor": head.gamma, "parameters": parameters})
     return View("ClipReport", verdict, table_of(headings, rows, (0, 3, 6)), records, notes=map(str, report.left))
 
 
@@ -253,20 +246,18 @@ def _by_layer(rows: Fields, keys: Iterable[float]) -> Callable[[Any, str, float]
     return draw
 
 
-def _stats_rows(stats: ScoreStats) -> Iterator[dict[str, Any]]:
-    known = {name: entry.of(stats).tolist() for name, entry in STATISTICS.items() if entry.attribute is not None}
+def _stats_rows(stats: ScoreStats, **of_heads: Tensor) -> Iterator[dict[str, Any]]:
+    tensors = of_heads | {name: entry.of(stats) for name, entry in STATISTICS.items() if entry.attribute is not None}
+    numbers = {name: values.double().tolist() for name, values in tensors.items()}
     for head in range(stats.heads):
-        yield {"head": head, **{name: values[head] for name, values in known.items()}}
+        yield {"head": head} | {name: values[head] for name, values in numbers.items()}
 
 
 def _head_rows(layer: Layer) -> Iterator[dict[str, Any]]:
-    of_heads = {"scale_applied": layer.scales, "query_norm": layer.query_norm, "key_norm": layer.key_norm}
-    numbers = {name: own.double().tolist() for name, own in (of_heads | {"alignment": layer.alignment}).items()}
-    for row in _stats_rows(layer.stats):
-        head = row.pop("head")
-        place = {"layer": layer.name, "head": head, "kind": layer.kind, "head_dim": layer.head_dim}
-        own = {name: values[head] for name, values in numbers.items()}
-        yield {**place, "scale_expected": layer.scale_expected, **own, **row}
+    of_layer = {"layer": layer.name, "kind": layer.kind, "head_dim": layer.head_dim}
+    of_heads = {"query_norm": layer.query_norm, "key_norm": layer.key_norm, "alignment": layer.alignment}
+    for row in _stats_rows(layer.stats, scale_applied=layer.scales, **of_heads):
+        yield of_layer | {"scale_expected": layer.scale_expected} | row
 
 
 def _judged(layer: Layer) -> Iterator[dict[str, Any]]:
@@ -282,14 +273,11 @@ def _record_rows(record: Record) -> Iterator[dict[str, Any]]:
             yield {**of_step, "layer": name, "head": head, **numbers}
 
 
-def _facts(layer: Layer) -> list[str]:
+def _layer_cells(layer: Layer) -> list[str]:
     heads = str(layer.heads) if layer.heads == layer.kv_heads else f"{layer.heads}/{layer.kv_heads}"
     scales = number(layer.scale_applied), number(layer.scale_expected)
-    return [layer.name, layer.kind, heads, str(layer.head_dim), *scales]
-
-
-def _cell_of(stats: ScoreStats, entry: Statistic) -> str:
-    return formatted(entry, entry.whole(stats), entry.error(stats))
+    numbers = (formatted(entry, entry.whole(layer.stats), entry.error(layer.stats)) for entry in SEEN)
+    return [layer.name, layer.kind, heads, str(layer.head_dim), *scales, *numbers]
 
 
 def _cells_of_heads(stats: ScoreStats, entry: Statistic) -> list[str]:
@@ -299,15 +287,14 @@ def _cells_of_heads(stats: ScoreStats, entry: Statistic) -> list[str]:
     return list(map(formatted, repeat(entry), entry.of(stats).tolist(), errors))
 
 
-def _cells(columns: Sequence[Column], row: Row) -> Iterator[str]:
-    cells = (row.name or row.cells[0], *row.cells[1:])
-    for at, (text, column) in enumerate(zip(cells, columns, strict=True)):
-        yield _cell("td", text, column, COLOURS.get(row.tone, "") if at == len(cells) - 1 else "")
+def _row(columns: Sequence[Column], row: Row) -> str:
+    *cells, last = (row.name or row.cells[0], *row.cells[1:])
+    cells = [_cell("td", text, column) for text, column in zip(cells, columns, strict=False)]
+    return f"<tr>{''.join(cells)}{_cell('td', last, columns[-1], COLOURS.get(row.tone, 'inherit'))}</tr>"
 
 
-def _cell(tag: str, text: str, column: Column, colour: str = "") -> str:
-    tint = f";color:{colour}" if colour else ""
-    style = f"text-align:{'left' if column.is_text else 'right'};padding:.15em .6em{tint}"
+def _cell(tag: str, text: str, column: Column, colour: str = "inherit") -> str:
+    style = f"text-align:{'left' if column.is_text else 'right'};padding:.15em .6em;color:{colour}"
     return f"<{tag} style='{style}'>{_safe(text)}</{tag}>"
 
 

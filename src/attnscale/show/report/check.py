@@ -1,5 +1,6 @@
 """The reports of `attnscale check` and `attnscale compare`."""
 
+import math
 from collections.abc import Iterator
 
 from attnscale.checking import Checked, Group
@@ -9,13 +10,12 @@ from attnscale.comparing.profiles import COMPARED, RATIOS
 from attnscale.comparing.statistic_change import LEVEL
 from attnscale.diagnose.finding import grouped
 from attnscale.measure.statistics import STATISTICS, Place, in_place
-from attnscale.plain import finite
-from attnscale.show.figures import Axis, Figure, Heat, ticks
-from attnscale.show.page import Note, Page, Section, Terms, render
+from attnscale.show.page import Axis, Figure, Heat, Note, Page, Section, render, ticks
 from attnscale.show.report.heads import (
     concentrated_heads,
     critical_spreads,
     map_of_layers,
+    padded,
     sampling_of,
     score_histograms,
     spread_of,
@@ -80,9 +80,9 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
         yield Section("what-if", "The layer under other scales", (text, what_if_table(checked.what_if)))
 
 
-def words_of_models() -> Terms:
+def words_of_models() -> dict[str, str]:
     """Return the glossary of a report on a model."""
-    return Terms(meanings(Place.CHECK | Place.MAP) | OF_MODELS | CRITICAL_SPREAD)
+    return meanings(Place.CHECK | Place.MAP) | OF_MODELS | CRITICAL_SPREAD
 
 
 def meanings(places: Place) -> dict[str, str]:
@@ -178,17 +178,18 @@ def _heads(comparison: Comparison) -> Section:
 
 def _map(comparison: Comparison, statistic: str) -> Heat:
     names = tuple(dict.fromkeys(head.layer for head in comparison.heads))
-    layers = [[head.moves.get(statistic) for head in comparison.heads if head.layer == name] for name in names]
-    width = max(map(len, layers))
-    moves = [[*layer, *[None] * (width - len(layer))] for layer in layers]
     entry, is_ratio = STATISTICS[statistic], statistic in RATIOS
-    changes = [[None if move is None else finite(entry.factor * move.change) for move in row] for row in moves]
+    changes, errors = [], []
+    for name in names:
+        moves = [head.moves.get(statistic) for head in comparison.heads if head.layer == name]
+        changes.append([math.nan if move is None else entry.factor * move.change for move in moves])
+        errors.append([math.nan if move is None else entry.factor * move.error for move in moves])
     known = [head for head in comparison.heads if statistic in head.moves]
     most = max(known, key=lambda head: head.moves[statistic].size)
     beyond = sum(head.moves[statistic].is_significant for head in known)
     widest = entry.factor * most.moves[statistic].size or 1.0
     return Heat(
-        values=changes,
+        values=padded(changes),
         x=Axis("head"),
         y=Axis("layer", ticks=ticks(names)),
         unit=f"ln(after/before) of {entry.long}" if is_ratio else f"change of {entry.long}",
@@ -201,5 +202,5 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
             f"The {entry.long} changed most in head {most.head} of {most.layer}, {most.moves[statistic].text}; "
             f"it changed by more than its error in {beyond} of {len(known)} heads."
         ),
-        errors=[[None if move is None else finite(entry.factor * move.error) for move in row] for row in moves],
+        errors=padded(errors),
     )
