@@ -107,20 +107,13 @@ def test_tables_fit_80_columns_without_colour_in_a_pipe(command, known_claims):
     assert "\x1b[" not in result.stdout
 
 
-def test_predict_reads_at_60_columns():
-    lines = run(*PREDICT, COLUMNS="60").stdout.splitlines()
-    assert max(map(len, lines)) <= 60
-    assert not any("…" in line for line in lines)
-    assert any(line.split() == ["calibrated", "0.4069", "1", "92.8", "0.016", "0.997", "healthy"] for line in lines)
-
-
-def test_every_commands_help_has_an_example_and_no_ragged_line():
+def test_the_help_of_every_command_has_an_example():
     helps = {command.callback.__name__: command.help for command in app.registered_commands}
     assert len(helps) >= 9
     for name, text in helps.items():
-        *told, example = text.split("\n\n")
+        *paragraphs, example = text.split("\n\n")
         assert example.startswith(f"Example: attnscale {name.replace('_', '-')}")
-        assert not any("\n" in paragraph for paragraph in told)  # broken by the terminal, where it ends
+        assert not any("\n" in paragraph for paragraph in paragraphs)  # the terminal breaks lines
 
 
 @pytest.mark.parametrize(
@@ -133,14 +126,12 @@ def test_every_commands_help_has_an_example_and_no_ragged_line():
         (["bench", "--kind", "sparse"], "Expected a kind of case, dense or ragged, got 'sparse'."),
         (["bench", "--device", "tpu"], "Expected a device that this machine has, cpu or cuda, got 'tpu'."),
         (["predict", "--init", "normal:1e200"], "weights by normal:1e+200 on inputs of variance 1 give none"),
-        (["predict", "--init", "normal:1e-200"], "weights by normal:1e-200 on inputs of variance 1 give none"),
         (["predict", "--input-variance", "1e308"], "Expected scores of a finite spread above zero"),
         (
             ["predict", "--d-model", f"1{'0' * 400}", "--heads", "1"],
             "Expected d_model, heads, head_dim and length of at most 1e+18, got more.",
         ),
         (["predict", "--heads", "many"], "Invalid value for '--heads': "),
-        (["predict", "--input-variance=x"], "run 'attnscale predict --help' for its arguments."),
         (["predict", "--heads"], "Option '--heads' requires an argument"),
         (["watch-log"], "Missing argument"),
         (["check", "--length", "100000000"], "Expected --length from 2 to 1,048,576, got 100000000."),
@@ -157,13 +148,6 @@ def test_bad_input_ends_with_status_two_one_sentence_and_no_traceback(arguments,
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("arguments", [["predict", "--bogus"], ["claims", "--verdict", "maybe"]])
-def test_bad_input_leaves_no_traceback_from_a_process_either(arguments):
-    result = in_a_process(*arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert re.fullmatch(r"attnscale: [^\n]+\n", result.stderr)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -174,7 +158,7 @@ def test_bad_input_leaves_no_traceback_from_a_process_either(arguments):
         ["compare", "bundled", "bundled", "--length", "100000000"],
     ],
 )
-def test_nonsense_is_refused_before_anything_heavy_is_imported(arguments):
+def test_bad_input_is_refused_before_torch_is_imported(arguments):
     code = "import sys; sys.modules |= dict.fromkeys(['torch', 'transformers']); from attnscale.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert result.returncode == 2
@@ -182,12 +166,8 @@ def test_nonsense_is_refused_before_anything_heavy_is_imported(arguments):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_stream_that_cannot_show_the_signs_does_not_fail():
+def test_a_stream_without_unicode_does_not_fail():
     assert in_a_process("predict", PYTHONIOENCODING="ascii").returncode == 0
-
-
-def test_version():
-    assert in_a_process("--version").stdout.startswith("attnscale 0.")
 
 
 def test_help_answers_at_once():

@@ -66,7 +66,7 @@ def test_every_plot_is_drawn_from_the_recorded_numbers():
         assert digest(plots[name]) in svg, f"{name} is stale: `python scripts/record_results.py` draws it."
 
 
-def test_recorded_text_is_never_markup():
+def test_recorded_text_is_escaped():
     assert text_of("</script><img src=x> a|b *c* [d] $e$") == (
         "&lt;/script&gt;&lt;img src=x&gt; a\\|b \\*c\\* \\[d\\] \\$e\\$"
     )
