@@ -61,9 +61,6 @@ def test_everything_fits_80_columns_without_colour_in_a_pipe(arguments):
 
 
 def test_nan_weights_are_a_finding():
-    status, out, _ = check(f"{BROKEN}not_a_number")
-    assert status == 1
-    assert "error non_finite" in out
     status, out, _ = check(f"{BROKEN}not_a_number", "--json")
     assert status == 1
     assert json.loads(out)["layers"]["layers.1"]["verdict"] == "non_finite"
@@ -117,21 +114,15 @@ def test_json_has_every_layer_with_the_numbers_of_the_table_and_every_finding():
     assert {row["name"] for row in found["what_if"]["rows"]} >= {"current", "calibrated", "softcap:30", "clip:100"}
 
 
-def test_text_and_length_decide_the_input(tmp_path):
+def test_text_length_and_random_init_choose_input_and_weights(tmp_path):
     (tmp_path / "text.txt").write_text("Why is it √d_k? " * 9, encoding="utf-8")
     _, out, _ = check("--text", tmp_path / "text.txt", "--length", 31, "--json")
     assert json.loads(out)["input"] == "31 bytes of the text"
+    assert json.loads(check("--random-init", "--json")[1])["trained"] is False
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe\x00")
     status, _, err = check("--text", tmp_path / "text.txt")
     assert status == 2
     assert "Expected UTF-8 text" in err
-
-
-def test_random_init_discards_the_trained_weights():
-    _, out, _ = check("--random-init", "--json")
-    found = json.loads(out)
-    assert found["trained"] is False
-    assert all(0.7 < layer["spread"] < 1.3 for layer in found["layers"].values())
 
 
 @pytest.fixture

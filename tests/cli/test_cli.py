@@ -37,6 +37,14 @@ def test_predict_json_is_the_prediction():
     assert printed["candidates"][1]["softmax"]["entropy_ratio"] == pytest.approx(0.993, abs=1e-3)
 
 
+@pytest.mark.parametrize("command", [PREDICT, ["rules"], ["--help"], ["predict", "--help"]])
+def test_output_in_a_pipe_fits_80_columns_and_has_no_colour(command):
+    result = run(*command)
+    assert result.returncode == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "\x1b[" not in result.stdout
+
+
 def test_rules_lists_every_rule_with_formula_source_and_use():
     text = run("rules").stdout
     assert all(name in text for name in RULES)
@@ -54,6 +62,7 @@ def test_claims_prints_the_ledger_and_what_is_refuted(known_claims):
     assert re.search(r"\d+ statements: \d+ confirmed, \d+ qualified, \d+ refuted\.", result.stdout)
     assert re.search(r"\d+ numbers by plain arithmetic: \d+ confirmed, \d+ refuted\.", result.stdout)
     assert "1000 times too small" in " ".join(result.stdout.split())
+    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_claims_json_is_a_list_of_objects_with_the_fields_of_a_claim(claims_file):
@@ -97,14 +106,6 @@ def test_bench_prints_ratios_and_their_meaning_and_writes_them_with_the_machine(
     assert ratios["plain SDPA, as many tokens, flash"] == 1.0
     assert {f"attnscale, {way}, every row" for way in ("packed", "jagged")} | {"padded, with a mask"} <= ratios.keys()
     assert "4 sequences of 64 to 1024, 4 heads of 64, float32, causal, forward" in result.stdout
-
-
-@pytest.mark.parametrize("command", [[*PREDICT], ["rules"], ["claims"], ["--help"], ["predict", "--help"]])
-def test_tables_fit_80_columns_without_colour_in_a_pipe(command, known_claims):
-    result = run(*command)
-    assert result.returncode == 0
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    assert "\x1b[" not in result.stdout
 
 
 def test_the_help_of_every_command_has_an_example():

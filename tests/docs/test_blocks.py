@@ -8,7 +8,7 @@ from tests.docs import blocks
 from tests.docs.blocks import PAGES, ROOT, ROUGH, run_command, run_page, same
 
 
-def the_tour_prints_the_gain_it_names(printed):
+def tour_prints_the_gain_it_names(printed):
     assert all(printed)
     assert printed[0].startswith("0.398")
 
@@ -40,7 +40,7 @@ def fixes_hold_the_scores(printed):
 
 # What must hold of the numbers that may differ from machine to machine.
 CLAIMS = {
-    "docs/tour.md": the_tour_prints_the_gain_it_names,
+    "docs/tour.md": tour_prints_the_gain_it_names,
     "docs/examples.md": examples_show_what_they_say,
     "docs/guides/scores-explode.md": fixes_hold_the_scores,
 }
@@ -78,23 +78,6 @@ def test_every_example_is_run_by_its_command_on_the_page_of_examples():
     assert all(f" examples/{name}\n" in page for name in examples)
 
 
-@pytest.mark.parametrize(
-    ("text", "trouble"),
-    [
-        ("```python\n1 / 0\n```\n", ZeroDivisionError),
-        ("```console\n$ attnscale predict --heads 0\n```\n", AssertionError),
-        ("```console\nattnscale rules\n```\n", ValueError),
-        ("```ruby\nputs 1\n```\n", ValueError),
-        ("```json\n{\n```\n", ValueError),
-    ],
-)
-def test_a_block_that_fails_is_noticed(text, trouble, tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "ROOT", tmp_path)
-    (tmp_path / "page.md").write_text(text, encoding="utf-8")
-    with pytest.raises(trouble):
-        run_page(tmp_path / "page.md", tmp_path)
-
-
 def test_a_stale_output_is_noticed_and_refreshed_unless_its_title_lets_numbers_differ(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "ROOT", tmp_path)
     page = tmp_path / "page.md"
@@ -114,9 +97,6 @@ def test_a_stale_output_is_noticed_and_refreshed_unless_its_title_lets_numbers_d
         ("a b", "a b c", False),
         ("a\n…\nd", "a\nb\nc\nd", True),
         ("a\n…\nd", "a\nb\nc", False),
-        ("a\n…\nc\n…\ne", "a b c d e", True),
-        ("a\n…\nx\n…\ne", "a b c d e", False),
-        ("─── 1", "─────── 1", True),
     ],
 )
 def test_words_agree_and_numbers_are_close(shown, printed, agree):

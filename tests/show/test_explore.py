@@ -89,6 +89,8 @@ def test_the_numbers_of_the_page_are_the_librarys(page):
         for corner in ("low", "high", *[None] * 12):
             at = {c.name: getattr(c, corner) if corner else c.low * (c.high / c.low) ** draw.random() for c in CONTROLS}
             settings.append(at | {c.name: round(at[c.name]) for c in CONTROLS if c.integer} | {"rule": rule})
+    extreme = {"d": 1, "n": 1021, "k": 1.0, "rule": "unscaled", "temperature": 8.0}
+    settings += [extreme | {"q": spread} for spread in (1e-9, 1e-5, 0.013, 21.0, 1999.0, 2001.0, 1e7)]
     computed = page.evaluate(
         """settings => settings.map(asked => {
           const { scale, spread, variance, critical, regime, expected } = attnscale.at(asked);
@@ -101,17 +103,6 @@ def test_the_numbers_of_the_page_are_the_librarys(page):
         assert here.pop("regime") == there.pop("regime"), setting
         # relative where a number passes one, absolute below
         assert here == pytest.approx(there, rel=EXACT, abs=EXACT), setting
-
-
-@pytest.mark.slow
-def test_expectations_hold_from_uniform_to_one_hot_weights(page):
-    names = ("entropy", *STATISTICS)
-    for spread in (0.0, 1e-9, 1e-5, 0.013, 0.7, 3.3, 21.0, 1999.0, 2001.0, 1e7):
-        for keys in (2, 3, 11, 1021, 1_000_003):
-            expected = theory.expected_softmax(spread, keys)
-            computed = page.evaluate(f"attnscale.expectedSoftmax({spread}, {keys})")
-            there = {name: getattr(expected, name) for name in names}
-            assert computed == pytest.approx(there, abs=EXACT), (spread, keys)
 
 
 def test_softmax_its_jacobian_and_its_statistics_are_the_references(page):
@@ -159,7 +150,7 @@ def test_dragging_d_k_changes_the_unscaled_column_and_not_the_scaled_one(open_pa
     assert page.inner_text("#inverse_sqrt-verdict").startswith("Healthy")
 
 
-def test_the_third_column_is_switched_on_and_takes_other_rules(page):
+def test_the_third_column_shows_other_rules(page):
     assert not page.is_visible("#third")
     page.check("#third-on")
     assert page.inner_text("#third-title") == "q·k ÷ dₖ"
@@ -371,17 +362,6 @@ def test_each_view_of_the_index_opens_its_panel(open_page, path, worked):
     panel = "own" if "scores" in view else "proof" if "dim" in view else "vectors" if "query" in view else None
     if panel:
         assert 0 <= page.locator(f"#{panel}-panel").bounding_box()["y"] < 400
-
-
-@pytest.mark.slow
-def test_back_and_forward_walk_through_the_views(page):
-    start = column(page, "unscaled")
-    set_number(page, "d", 256)
-    page.wait_for_url("**#d=256")
-    page.go_back()
-    assert column(page, "unscaled") == start
-    page.go_forward()
-    assert value(page, "unscaled-spread") == pytest.approx(16.0)
 
 
 def test_an_address_that_is_shared_shows_the_same_view(page, open_page, path):
