@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import attnscale
@@ -22,6 +23,8 @@ from attnscale.show.lab import show_experiments, show_result
 from attnscale.show.listings import show_costs
 from attnscale.show.live_table import LiveTable
 from attnscale.show.report import run_page
+from attnscale.show.tables import table_of
+from attnscale.show.terminal import print_table
 from attnscale.show.text import at_dots, shown
 from attnscale.train import LayerRecord, Record
 from tests.checking.broken import D_MODEL, Attention
@@ -73,7 +76,7 @@ def test_a_check_at_60_columns_has_whole_verdicts_and_names_the_columns_without_
     result = Checked("deep", "noise", "cpu", None, (), audit, ".".join(PARTS))
     found = printed(show_check, result)
     assert next(line for line in found if line.startswith("·")).endswith(" unscaled")
-    assert "In a wider terminal, and with --json: saturated rows, 1−Σp², weight on the first key." in joined(found)
+    assert "Left out for lack of width: saturated rows, 1−Σp², weight on the first key." in joined(found)
     assert all(part in joined(found) for part in PARTS)
     for row in result.what_if.rows:
         assert any(line.split()[:1] == [row.name] for line in found)
@@ -103,10 +106,18 @@ def test_a_result_of_the_lab_is_printed_whole_without_markup_and_with_the_eviden
         assert text in joined(found)
     assert "pass one is one" in found
     assert "fail two is three: measured 2" in found
-    assert "In a wider terminal" not in joined(found)
+    assert "Left out" not in joined(found)
     narrow = joined(printed(show_result, RESULT, width=50))
-    assert "In a wider terminal, and with --json:" in narrow
-    assert "calibrated, H / ln n." in narrow
+    assert "calibrated, H / ln n. A wider terminal or --json shows them." in narrow
+
+
+def test_no_cell_loses_characters_where_headings_are_long(printed):
+    headings = ("d_k", "median row's scores", "median query", "±", "lower half's share", "with √d_k")
+    table = table_of(headings, [("512", "0.01323", "0.2973", "0.098", "0.0005%", "29.3%")], (0, 4, 5))
+    for width in (60, 66, 80):
+        assert "0.0005%29.3%" in "".join(printed(print_table, table, Console(width=width), width=width)).replace(
+            " ", ""
+        )
 
 
 def test_the_list_of_experiments_has_every_question(printed):

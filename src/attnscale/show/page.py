@@ -175,6 +175,7 @@ class Page:
     notes: tuple[Note, ...]
     sections: tuple[Section, ...]
     lead: tuple[str, ...] = ()  # paragraphs under the verdict
+    notes_title: str = "What matters"
 
 
 def render(page: Page) -> str:

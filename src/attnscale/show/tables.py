@@ -121,8 +121,8 @@ def run_table(run: Run) -> Table:
     """Return the table of a training run: largest scores, growth, forecast, and statistics of the last record."""
     statistics = in_place(Place.RUN)
     columns = (
-        Column("first largest score", "max\nfirst"),
-        Column("last largest score", "max\nlast"),
+        Column("largest score at start", "max\nfirst"),
+        Column("largest score at end", "max\nlast"),
         Column("latest growth (steps)", "growth\n(steps)"),
         *statistic_columns(statistics),
         Column("forecast: largest score at step", "forecast:\nmax at step"),

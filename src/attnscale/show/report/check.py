@@ -75,7 +75,7 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
     if checked.what_if is not None:
         text = (
             f"Computed from the queries, keys and values of {checked.focus} in this forward pass, with its own masks "
-            "and biases. Output change is relative to the norm of the output; a dash means unreadable values."
+            "and biases. Output change is relative to the norm of the output; a dash means the values could not be read."
         )
         yield Section("what-if", "The layer under other scales", (text, what_if_table(checked.what_if)))
 
@@ -94,8 +94,8 @@ def _method(checked: Checked) -> Section:
     rows = "every row of every head" if checked.rows is None else f"{checked.rows} sampled rows of every head"
     state = "trained" if checked.audit.trained else "at initialisation"
     setup = (
-        f"One forward pass on {checked.fed}, on {checked.device}, which measured {rows}. By its norms and biases, "
-        f"the model is {state}."
+        f"One forward pass on {checked.fed}, on {checked.device}, which measured {rows}. Judged by its norms "
+        f"and biases, the model is {state}."
     )
     padding = padding_note(checked.audit.layers.values())
     text = " ".join([setup, *padding, *checked.notes])

@@ -24,7 +24,7 @@ OUTLIERS = 20.0  # colour by the logarithm if the largest value is this many tim
 SHOWN = 8  # most heads to show weights of, and layers to show scores of
 SIDE = 64  # most fields along each side of a map of weights
 BINS = 40  # of a histogram
-ROOM = 1.7  # height of the axis over the highest bar; a higher expected density leaves the plot at the top
+ROOM = 1.7  # height of the axis over the highest bar; a higher expected density is cut off there
 CURVE = 8 * BINS  # points of a density
 Values = Sequence[Sequence[Number]]
 
@@ -248,17 +248,18 @@ def _histogram(layer: Layer, head: int) -> Chart | None:
     density, edges = np.histogram(scores, BINS, density=True)
     expected = abs(layer.scale_expected) * float(layer.query_norm[head] * layer.key_norm[head]) / layer.head_dim**0.5
     measured, at = density.tolist(), np.linspace(edges[0], edges[-1], CURVE)
+    top = ROOM * max(measured)
 
     def normal(name: str, spread: float, tone: int | str) -> Series:
         values = np.exp(-((at / spread) ** 2) / 2) / (spread * math.sqrt(2 * math.pi))
-        return Series(name, at.tolist(), values.tolist(), tone=tone, dashed=True)
+        return Series(name, at.tolist(), np.where(values <= top, values, np.nan).tolist(), tone=tone, dashed=True)
 
     middles = ((edges[1:] + edges[:-1]) / 2).tolist()
     series = [Series("scores measured", middles, measured, [0.0] * BINS, measured)]
     series.append(normal("normal, with the measured spread", scores.std(), "ink"))
     if expected > 0:
         series.append(normal("normal, with the expected spread", expected, 1))
-    axes = Axis("score minus its row’s mean"), Axis("density", range=(0.0, ROOM * max(measured)))
+    axes = Axis("score minus its row’s mean"), Axis("density", range=(0.0, top))
     notice = (
         f"Head {head} of {layer.name}, which has the widest spread of its layer, in the first sequence: spread "
         f"{number(scores.std())}; for independent queries and keys of the same norms it would be {number(expected)}."

@@ -43,6 +43,7 @@ def lab_report(result: lab.Result) -> Page:
         lead=tuple(more),
         tone="fine" if all(check.holds is not False for check in checks) else "warning",
         notes=tuple(map(_note, checks)),
+        notes_title="Checks",
         sections=tuple(sections),
     )
 

@@ -140,7 +140,8 @@ function drawChart(host, view) {
   }
   svg.addEventListener("pointermove", (event) => readNearest(host, svg, readable, event));
   svg.addEventListener("pointerleave", () => unpoint(host));
-  const key = ({ tone, dashed }) => html("span", { class: `key tone-${tone}${dashed ? " dashed" : ""}` });
+  const kind = ({ dashed, y }) => (dashed ? " dashed" : y.length ? "" : " area");
+  const key = (series) => html("span", { class: `key tone-${series.tone}${kind(series)}` });
   const named = all.filter(({ name }) => name).map((series) => html("li", {}, key(series), ` ${series.name}`));
   if (all.length > 1) host.append(html("ul", { class: "legend" }, ...named));
 }
