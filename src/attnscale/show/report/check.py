@@ -75,7 +75,7 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
     if checked.what_if is not None:
         text = (
             f"Computed from the queries, keys and values of {checked.focus} in this forward pass, with its own masks "
-            "and biases. Output change is relative to the norm of the output; a dash means the values could not be read."
+            "and biases. Output change is relative to the norm of the output; a dash means no values could be read."
         )
         yield Section("what-if", "The layer under other scales", (text, what_if_table(checked.what_if)))
 
