@@ -56,10 +56,10 @@ def check(
     of the same norms, expected scale · |q| · |k| / √d_k; the scale that was applied; the entropy of the weights as a
     share of its maximum; the largest weight of a row; the share of rows that give one key more than 0.99; and 1 − Σp².
 
-    Code that comes with a model is never run: no remote code, and only pickles of plain tensors. Nothing is fetched
-    without --download. The exit status is 1 if a finding is an error, and 2 if no attention was found. With --against
-    it is 1 if there is a new warning or error, or if a head got worse by more than its error: a wider spread, less
-    entropy or a smaller 1 − Σp².
+    Code that comes with a model is never run: remote code is ignored, and only pickles of plain tensors are loaded.
+    Nothing is fetched without --download. The exit status is 1 if a finding is an error, and 2 if no attention was
+    found. With --against it is 1 if there is a new warning or error, or if a head got worse by more than its error: a
+    wider spread, less entropy or a smaller 1 − Σp².
 
     Example: attnscale check path/to/model --html report.html
     """

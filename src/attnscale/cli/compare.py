@@ -10,15 +10,15 @@ from attnscale.errors import SettingError
 from attnscale.files import write_whole
 
 SIDE = (
-    "a model as `attnscale check` takes it, or the word bundled; a saved check (check --save); or a log of a run, "
+    "a model as in `attnscale check`, or the word bundled; a saved check (check --save); or the log of a run, "
     "LOG.jsonl or LOG.jsonl#RUN."
 )
 
 
 def compare(
-    a: Annotated[str, typer.Argument(help=f"The first: {SIDE}", show_default=False)],
+    a: Annotated[str, typer.Argument(help=f"First side: {SIDE}", show_default=False)],
     b: Annotated[
-        str | None, typer.Argument(help="The second, of any of these kinds; not with --backends.", show_default=False)
+        str | None, typer.Argument(help="Second side, of any of these kinds; not with --backends.", show_default=False)
     ] = None,
     backends: Annotated[
         str | None,
@@ -40,15 +40,15 @@ def compare(
 ) -> None:
     """List the heads that changed from A to B: spread, scale, norms, alignment, entropy and gradient.
 
-    Runs models on eight sequences, or on those of --data; the error of a change comes from the differences between
-    sequences. Lists heads whose change is larger than its error, corrected for the number of heads and statistics:
-    for two samples of one model, it lists none. Heads with the same weights, whose inputs changed, are listed
-    separately. Shows new and resolved findings. The exit status is 0 whatever changed, and 2 if the two have no layer
-    in common; use `attnscale check --against` in a build.
+    Models run on eight sequences, or on those of --data; the error of a change is estimated from the differences
+    between sequences. A head is listed if its change is larger than its error, corrected for the number of heads and
+    statistics: for two samples of one model, none is listed. Heads whose weights are equal, and whose inputs changed,
+    are listed separately. New and resolved findings are shown. The exit status is 0 whatever changed, and 2 if the two
+    have no layer in common. To fail a build, use `attnscale check --against`.
 
-    With --backends, runs one model on one batch: shows scale, soft-cap, visible keys, sinks and output of each layer
-    under each implementation, and the differences from the first. The exit status is 1 if a layer differs, and 2 if
-    fewer than two of them could run.
+    With --backends, one model runs on one batch with each implementation. For each layer, the scale, soft-cap, visible
+    keys, sinks and output are shown, with their differences from the first implementation. The exit status is 1 if a
+    layer differs, and 2 if fewer than two implementations could run.
 
     Example: attnscale compare before/ after/ --html changes.html
     """

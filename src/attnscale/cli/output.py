@@ -10,7 +10,7 @@ import typer
 
 from attnscale.plain import json_text, printable
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def say(text: str) -> None:

@@ -29,10 +29,10 @@ def watch_log(
 ) -> None:
     """Show a recorded training run: growth of the largest score by layer, alarms, and a forecast.
 
-    For each layer: the largest score in the first and in the last record, its growth over the latest records (a robust
-    fit to its logarithm), and the next of 100, 1,000 and 10,000 if it will be passed soon. Each cause of an alarm is
-    shown once, with its layers and steps. If the log has several runs, they are listed and one is shown. Damaged lines
-    are counted, and the first of them is shown. The exit status is 1 if an alarm is an error.
+    For each layer, the table has the largest score in the first and in the last record, its growth over the latest
+    records (a robust fit to its logarithm), and the next of 100, 1,000 and 10,000 if it will be passed soon. Each cause
+    of an alarm is shown once, with its layers and steps. If the log has several runs, they are listed and one is shown.
+    Damaged lines are counted, and the first three are shown. The exit status is 1 if an alarm is an error.
 
     Example: attnscale watch-log scores.jsonl --html report.html
     """

@@ -52,7 +52,7 @@ def show_prediction(prediction: Prediction, console: Console | None = None) -> N
     """Print the predicted spreads, the candidate scales and the advice."""
     console, p = console or Console(), prediction
     start = f"d_model {p.d_model}, {p.heads} heads of d_k {p.head_dim}"
-    say(f"{start}, weights by {p.initialisation}, {p.length} keys", console, "bold")
+    say(f"{start}, weights by {p.initialisation}, {p.length:,} keys", console, "bold")
     say(
         f"q and k spread by {number(p.query_std)}, q·k by {number(p.score_std)}; "
         f"critical spread over {p.length:,} keys: {p.critical_spread:.3g}",
