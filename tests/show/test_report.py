@@ -17,10 +17,11 @@ from attnscale.show.page import Page
 from attnscale.show.report.check import check_report
 from attnscale.show.report.heads import (
     concentrated_heads,
-    map_of_layers,
+    head_map,
     mapped,
+    record_of,
     score_histograms,
-    spread_of,
+    spreads_of,
 )
 from attnscale.show.report.lab import lab_report
 from attnscale.show.report.run import twins_report
@@ -93,7 +94,7 @@ def test_missing_heads_and_heads_that_are_nan_are_left_blank():
     query, key = torch.randn(1, 2, 7, 5), torch.randn(1, 2, 7, 5)
     key[0, 1, 3] = math.nan
     layers = {"a": layer_of(query, key), **layers_of(["b"])}
-    view = map_of_layers("map", layers).views["spread"]
+    view = head_map("map", {name: record_of(layer) for name, layer in layers.items()}).views["spread"]
     assert view.values[0][1:] == [None, None]
     assert None not in view.values[1]
 
@@ -114,7 +115,7 @@ def test_a_histogram_shows_the_widest_head_beside_both_densities():
 def test_the_critical_spread_counts_the_visible_keys():
     layers = layers_of(["a", "b"], scale=3.0)
     page = check_report(checked(("a", "b"), scale=3.0))
-    spread = spread_of(layers["a"])
+    (spread,) = spreads_of({"a": record_of(layers["a"])})
     assert spread.keys == 12  # of 23 causal rows, on average
     by_layer = figure(page, "critical-spreads").views[""]
     assert by_layer.series[1].y == pytest.approx([math.sqrt(2 * math.log(12))] * 2)

@@ -14,11 +14,12 @@ from attnscale.show.page import Axis, Figure, Heat, Note, Page, Section, render,
 from attnscale.show.report.heads import (
     concentrated_heads,
     critical_spreads,
-    map_of_layers,
+    head_map,
     padded,
+    record_of,
     sampling_of,
     score_histograms,
-    spread_of,
+    spreads_of,
 )
 from attnscale.show.tables import backend_table, layer_table, what_if_table
 from attnscale.show.text import place
@@ -64,10 +65,12 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
     layers = checked.audit.layers
     footnotes = tuple(f"{word}: {meaning}" for word, meaning in checked.footnotes.items())
     yield Section("layers", "Layer by layer", (layer_table(checked.lines), *footnotes))
-    yield Section("heads", "Head by head", ((map_of_layers("head-map", layers),),))
+    records = {name: record_of(layer) for name, layer in layers.items()}
+    heads = head_map("head-map", records, [layer.stats for layer in layers.values()])
+    yield Section("heads", "Head by head", ((heads,),))
     if (histograms := score_histograms("score-histograms", layers)) is not None:
         yield Section("scores", "The scores", ((histograms,),))
-    spreads = critical_spreads("critical-spreads", list(map(spread_of, layers.values())))
+    spreads = critical_spreads("critical-spreads", spreads_of(records))
     yield Section("critical-spread", "Spread and critical spread", ((spreads,),))
     if (weights := concentrated_heads("sharp-heads", layers)) is not None:
         text = "The weights of heads beyond the critical spread, in the first sequence. Each row is a query."

@@ -12,12 +12,13 @@ from torch.nn.functional import max_pool2d
 
 from attnscale.diagnose.pattern import pattern_of
 from attnscale.diagnose.verdict import Verdict, head_verdicts
+from attnscale.measure import ScoreStats
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.plain import plain
 from attnscale.show.page import Axis, Chart, Figure, Heat, Number, Series, known_values, mean, ticks
 from attnscale.show.text import number
 from attnscale.theory.limits import critical_spread
-from attnscale.train.record import Record
+from attnscale.train.record import LayerRecord
 from attnscale.watching import Layer
 
 OUTLIERS = 20.0  # colour by the logarithm if the largest value is this many times the median
@@ -34,29 +35,26 @@ def mapped() -> list[Statistic]:
     return sorted(in_place(Place.MAP), key=lambda entry: entry.heads == "max")
 
 
-def map_of_layers(name: str, layers: Mapping[str, Layer]) -> Figure:
-    """Return the map of a watched model; sampled rows add standard errors or upper bounds."""
-    stats = [layer.stats for layer in layers.values()]
-    is_exact = all(one.exact for one in stats)
+def record_of(layer: Layer) -> LayerRecord:
+    """Return the statistics of a watched layer in the form of a record."""
+    stats, keys = layer.stats, float(layer.stats.keys.double().nanmean())
+    numbers = {entry.name: entry.of(stats).double().tolist() for entry in mapped()}
+    return LayerRecord(int(stats.rows.sum()), numbers, keys=keys if math.isfinite(keys) else 1.0)
+
+
+def head_map(name: str, records: Mapping[str, LayerRecord], stats: Sequence[ScoreStats] = ()) -> Figure:
+    """Return the map of all heads; if rows were sampled, `stats` of the layers add standard errors or upper bounds."""
     views = {}
     for entry in mapped():
         errors = bounds = None
-        if not is_exact and entry.bounded_by:
-            bounds = [_numbers(entry, STATISTICS[entry.bounded_by].of(one)) for one in stats]
-        elif not is_exact and entry.has_error and entry.attribute is not None:
-            errors = [_numbers(entry, one.stderr(entry.attribute)) for one in stats]
-        values = [_numbers(entry, entry.of(one)) for one in stats]
-        views[entry.long] = _map(entry, tuple(layers), values, errors, bounds)
-    return Figure(name, views, choose="Colour heads by")
-
-
-def map_of_record(name: str, record: Record) -> Figure:
-    """Return the map of one sampled training step."""
-    views = {}
-    for entry in mapped():
-        heads = (layer.numbers.get(entry.name, []) for layer in record.layers.values())
+        if not all(one.exact for one in stats):
+            if entry.bounded_by:
+                bounds = [_numbers(entry, STATISTICS[entry.bounded_by].of(one)) for one in stats]
+            elif entry.has_error and entry.attribute is not None:
+                errors = [_numbers(entry, one.stderr(entry.attribute)) for one in stats]
+        heads = (record.numbers.get(entry.name, []) for record in records.values())
         values = [[entry.factor * value for value in values] for values in heads]
-        views[entry.long] = _map(entry, tuple(record.layers), values)
+        views[entry.long] = _map(entry, tuple(records), values, errors, bounds)
     return Figure(name, views, choose="Colour heads by")
 
 
@@ -160,21 +158,17 @@ def _spans(size: int, step: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Spread:
-    """Spread of each head of a layer, and the number of keys that its rows see."""
+    """Spread of each head of a layer, and the critical spread for the mean number of keys that its rows see."""
 
     name: str
     heads: list[float]  # finite values only
-    keys: float  # mean number of keys that a row sees
+    keys: float
+    critical: float
 
     @property
     def mean(self) -> float:
         """Mean spread of the heads."""
         return mean(self.heads)
-
-    @property
-    def critical(self) -> float:
-        """Critical spread √(2 ln n) for the mean number of keys."""
-        return critical_spread_over(self.keys)
 
 
 def critical_spread_over(keys: float) -> float:
@@ -182,19 +176,12 @@ def critical_spread_over(keys: float) -> float:
     return critical_spread(max(1, round(keys)))
 
 
-def spread_of(layer: Layer) -> Spread:
-    """Return the spread of a watched layer's heads."""
-    keys = float(layer.stats.keys.double().nanmean())
-    heads = known_values(layer.stats.std_within_rows.double().tolist())
-    return Spread(layer.name, heads, keys if math.isfinite(keys) else 1.0)
-
-
-def spreads_of(record: Record) -> list[Spread]:
-    """Return the spreads of the layers for which the record has the number of keys."""
+def spreads_of(records: Mapping[str, LayerRecord]) -> list[Spread]:
+    """Return the spreads of the layers for which the number of keys is known."""
     return [
-        Spread(name, known_values(layer.numbers["spread"]), layer.keys)
-        for name, layer in record.layers.items()
-        if layer.keys is not None and "spread" in layer.numbers
+        Spread(name, known_values(record.numbers["spread"]), record.keys, critical_spread_over(record.keys))
+        for name, record in records.items()
+        if record.keys is not None and "spread" in record.numbers
     ]
 
 

@@ -15,9 +15,9 @@ from attnscale.show.report.check import CRITICAL_SPREAD, meanings, note_of, word
 from attnscale.show.report.heads import (
     critical_spread_over,
     critical_spreads,
-    map_of_layers,
-    map_of_record,
+    head_map,
     mapped,
+    record_of,
     score_histograms,
     spreads_of,
 )
@@ -45,7 +45,8 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
     """Return the report of a run as a Page; pass its summary as `run` if `records` are thinned."""
     run = summarise(records) if run is None else run
     notes = tuple(note_of(one.group, f"{place(one.group)} · {one.when}") for one in run.raised)
-    curves, spreads, verdict = layers_over_run("run-curves", records, run), spreads_of(records[-1]), conclusion(run)
+    last, verdict = records[-1].layers, conclusion(run)
+    curves, spreads = layers_over_run("run-curves", records, run), spreads_of(last)
     sections = [Section("run", "Over the run", ((curves,),))]
     if (learned := _learning(records)) is not None:
         spread = STATISTICS["spread"].long
@@ -56,7 +57,7 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
     if spreads:
         figure = critical_spreads("critical-spread", spreads)
         sections.append(Section("spreads", f"Spread and critical spread, {at_end}", ((figure,),)))
-    heads = map_of_record("head-map", records[-1])
+    heads = head_map("head-map", last)
     sections += [Section("heads", f"Head by head, {at_end}", ((heads,),)), _method(run, records)]
     start = verdict[:1].upper() + verdict[1:]
     return Page("attnscale watch-log", title, start, run.worst or "fine", notes, tuple(sections))
@@ -81,7 +82,7 @@ def _method(run: Run, records: Sequence[Record]) -> Section:
         "of records. Its band is a 90% interval: from growth that ends now to growth that continues. Growth may end at "
         "any time, so a forecast gives the earliest step at which a threshold may be passed, and no latest step."
     )
-    if not spreads_of(records[-1]):
+    if not spreads_of(records[-1].layers):
         forecast += " These records lack the number of keys per row, so no critical spread is drawn."
     if all(record.loss is None and record.lr is None for record in records):
         forecast += " They contain no loss: pass it as Monitor.step(loss=…, lr=…); the callbacks do this."
@@ -267,13 +268,16 @@ def _sections(twins: Twins) -> Iterator[Section]:
     if recorded := [(run.name, run.records) for run in twins.runs if run.records]:
         yield Section("run", "Attention during training", ((runs_over_time("run-curves", recorded),),))
     if audits := [(run.name, run.audit) for run in twins.runs if run.audit is not None]:
-        for title, figure in (("Head by head", map_of_layers), ("The scores", score_histograms)):
-            figures = [
-                (name, figure(f"{figure.__name__}-{at}", audit.layers)) for at, (name, audit) in enumerate(audits)
-            ]
-            beside = tuple(replace(found, caption=name) for name, found in figures if found is not None)
-            if beside:
-                yield Section(figure.__name__, f"{title}, at the end", (beside,))
+        maps, histograms = [], []
+        for at, (name, audit) in enumerate(audits):
+            records = {layer: record_of(own) for layer, own in audit.layers.items()}
+            stats = [own.stats for own in audit.layers.values()]
+            maps.append(replace(head_map(f"head-map-{at}", records, stats), caption=name))
+            if (histogram := score_histograms(f"score-histograms-{at}", audit.layers)) is not None:
+                histograms.append(replace(histogram, caption=name))
+        yield Section("heads", "Head by head, at the end", (tuple(maps),))
+        if histograms:
+            yield Section("scores", "The scores, at the end", (tuple(histograms),))
         tables = [layer_table(Checked(name, "", "", None, (), audit).lines, name) for name, audit in audits]
         yield Section("layers", "Layer by layer, at the end", tuple(tables))
     settings = {name: shown(value) for name, value in twins.settings.items()}
