@@ -18,7 +18,6 @@ from tests.terminal import PLAIN, Terminal
 
 tqdm = pytest.importorskip("tqdm").tqdm
 ALARM = Finding("blocks.0", 1, "exploding", "warning", "The largest score is 15.", 15.0, 10.0, "Clip.")
-TABLE = ["layer", "blocks.0", "blocks.1"]  # how its lines begin, below the title
 
 
 @pytest.fixture
@@ -50,63 +49,41 @@ def bar(steps, name, **more):
     return tqdm(range(steps), desc=name, mininterval=0, miniters=1, **more)
 
 
-def begins(lines):
-    """Return the first words of lines that are not blank; a bar as its name and percentage."""
-    words = [re.sub(r"^(\w+): +(\d+)%.*", r"\1 \2", line) for line in lines if line.strip()]
-    return [re.sub(r"^(step \d+) · loss 2\.5$|^(layer|blocks\.\d) .*", r"\1\2", line) for line in words]
+def shown(terminal):
+    """Return how the lines begin, without the second line of headings; a bar as its name and percentage."""
+    words = [re.sub(r"^(\w+): +(\d+)%.*", r"\1 \2", line) for line in terminal.lines() if line.strip()]
+    starts = [re.sub(r"^(step \d+) · loss 2\.5$|^(layer|blocks\.\d) .*", r"\1\2", line) for line in words]
+    return [line for line in starts if not line.startswith(" ")]
 
 
 def drawn(step):
-    """Return how the lines of a table begin; the second line of its headings begins with blanks."""
-    return [f"step {step}", *TABLE]
+    return [f"step {step}", "layer", "blocks.0", "blocks.1"]
 
 
-def shown(terminal):
-    return [line for line in begins(terminal.lines()) if not line.startswith(" ")]
-
-
-def test_above_tqdm_bars_a_table_is_printed_at_every_sampled_step(terminal, table):
+def test_above_tqdm_bars_a_table_with_its_alarms_is_printed_at_every_sampled_step(terminal, table):
     with terminal:
         for _ in bar(1, "outer"):
             for step in bar(4, "inner", leave=False):
                 if step % 2 == 0:
-                    table(step)
-        assert shown(terminal) == [*drawn(0), *drawn(2), "outer 100"]
+                    table(step, *[ALARM] * (step == 2))
+        lines = [*drawn(0), *drawn(2), "warning: blocks.0, head 1: The largest score is 15.", "outer 100"]
+        assert shown(terminal) == lines
         table.close()
         print("the end")
-        assert shown(terminal) == [*drawn(0), *drawn(2), "outer 100", "the end"]
+        assert shown(terminal) == [*lines, "the end"]
 
 
-def test_alarms_are_listed_below_the_table(terminal, table):
-    with terminal:
-        for step in bar(2, "steps"):
-            table(step, *[ALARM] * (step == 1))
-        lines = shown(terminal)
-        below = lines[lines.index("step 1") :]
-        assert below[:5] == [*drawn(1), "warning: blocks.0, head 1: The largest score is 15."]
-        assert below[-1] == "steps 100"
-        table.close()
-
-
-def test_without_bars_one_table_is_redrawn_below_printed_lines(terminal, table):
+def test_one_table_is_redrawn_below_printed_lines_until_bars_appear(terminal, table):
     with terminal:
         table(0)
         print("printed")
         table(1)
         assert shown(terminal) == ["printed", *drawn(1)]
-        table.close()
-        print("the end")
-        assert shown(terminal) == ["printed", *drawn(1), "the end"]
-
-
-def test_when_bars_appear_the_table_stays_and_later_ones_are_printed(terminal, table):
-    with terminal:
-        table(0)
         for step in bar(2, "steps"):
-            table(1 + step)
+            table(2 + step)
         lines = shown(terminal)
-        assert lines[lines.index("step 0") :][:4] == drawn(0)
-        assert lines[lines.index("step 2") :][:4] == drawn(2)
+        assert lines[lines.index("step 1") :][:4] == drawn(1)
+        assert lines[lines.index("step 3") :][:4] == drawn(3)
         assert lines[-1] == "steps 100"
         table.close()
         assert sys.stderr is terminal.file
