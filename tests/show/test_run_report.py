@@ -64,7 +64,7 @@ def test_the_conclusion_says_only_what_the_records_show(sentence):
 def test_a_falling_score_is_not_called_growing():
     records = run_of(a=still, b=lambda step: 3.0 * math.exp(0.02 * min(step, 250) - 0.01 * max(step - 250, 0)))
     page = run_report("log", records)
-    assert "In none of the 2 layers" in page.sections[0].blocks[0][0].views["largest score"].notice
+    assert "in none of the 2 layers" in page.sections[0].blocks[0][0].views["largest score"].notice
 
 
 def test_a_clipped_layer_is_marked_in_the_table():

@@ -25,7 +25,7 @@ from attnscale.show.live_table import LiveTable
 from attnscale.show.report import run_page
 from attnscale.show.tables import table_of
 from attnscale.show.terminal import print_table
-from attnscale.show.text import at_dots, shown
+from attnscale.show.text import at_dots
 from attnscale.train import LayerRecord, Record
 from tests.checking.broken import D_MODEL, Attention
 
@@ -124,13 +124,6 @@ def test_the_list_of_experiments_has_every_question(printed):
     text = joined(printed(show_experiments, EXPERIMENTS.values(), width=200))
     for experiment in EXPERIMENTS.values():
         assert f"{experiment.name} {experiment.question} {len(experiment.cells()):,}" in text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0"), (-1234567.0, "-1.235e+06"), (float("nan"), "–"), (-0.5, "-0.5")]
-)
-def test_numbers_are_short(value, text):
-    assert shown(value) == text
 
 
 def is_plain(text):

@@ -44,18 +44,12 @@ LIVE, SEEN = in_place(Place.LIVE), in_place(Place.SEEN)
 class View:
     """View of a result: a verdict, a table, notes, the rows of a data frame, and a plot."""
 
-    kind: str
     verdict: str
     table: Table
     records: Fields
     tone: str = "note"
     notes: Iterable[str] = ()
     draw: Callable[[Any, str, float], None] | None = None
-
-    @property
-    def line(self) -> str:
-        """One-line summary for repr()."""
-        return f"<{self.kind}: {printable(self.verdict.rstrip('.'))}>"
 
     def html(self) -> str:
         """Return the verdict, the table and the notes as HTML. Names are escaped."""
@@ -98,7 +92,7 @@ def _(audit: Audit) -> View:
     notes += [*map(str, checked.groups), *padding_note(audit.layers.values()), *audit.unchecked]
     records = (row for layer in audit.layers.values() for row in _judged(layer))
     table = layer_table(checked.lines)
-    return View("Audit", checked.conclusion, table, records, audit.worst or "fine", notes, _layers(audit))
+    return View(checked.conclusion, table, records, audit.worst or "fine", notes, _layers(audit))
 
 
 @view_of.register
@@ -108,7 +102,7 @@ def _(seen: Seen) -> View:
     headings = ("layer", "kind", "heads", "d_k", "scale", "expected scale", *(entry.long for entry in SEEN))
     table = table_of(headings, map(_layer_cells, layers), (0, 1))
     records = (row for layer in layers for row in _head_rows(layer))
-    return View("Seen", found, table, records, notes=padding_note(layers), draw=_layers(seen))
+    return View(found, table, records, notes=padding_note(layers), draw=_layers(seen))
 
 
 @view_of.register
@@ -119,7 +113,7 @@ def _(stats: ScoreStats) -> View:
     cells = [_cells_of_heads(stats, entry) for entry in shown]
     rows = ([str(head), *(column[head] for column in cells)] for head in range(stats.heads))
     table = table_of(("head", *(entry.long for entry in shown)), rows, ())
-    return View("ScoreStats", verdict, table, _stats_rows(stats))
+    return View(verdict, table, _stats_rows(stats))
 
 
 @view_of.register
@@ -130,7 +124,7 @@ def _(table: WhatIf) -> View:
     records = [asdict(row) for row in table.rows]
     for record in records:
         record["candidate"] = record.pop("name")
-    return View("WhatIf", verdict, what_if_table(table), records)
+    return View(verdict, what_if_table(table), records)
 
 
 @view_of.register
@@ -146,14 +140,14 @@ def _(comparison: Comparison) -> View:
         for move in head.moves.values()
     )
     tone = "warning" if comparison.worse else "fine"
-    return View("Comparison", comparison.conclusion, table, records, tone, (*notes, *comparison.notes))
+    return View(comparison.conclusion, table, records, tone, (*notes, *comparison.notes))
 
 
 @view_of.register
 def _(comparison: BackendComparison) -> View:
     notes = (*map(str, comparison.differing), *comparison.remarks)
     tone, records = "fine" if comparison.first is None else "warning", map(asdict, comparison.rows)
-    return View("BackendComparison", comparison.conclusion, backend_table(comparison), records, tone, notes)
+    return View(comparison.conclusion, backend_table(comparison), records, tone, notes)
 
 
 @view_of.register
@@ -168,7 +162,7 @@ def _(report: ClipReport) -> View:
         of_head = {"layer": head.layer, "head": head.head, "max": head.maximum, "max_bound": head.bound}
         parameters = [one.parameter for one in head.touched]
         records.append(of_head | {"measured": head.measured, "factor": head.gamma, "parameters": parameters})
-    return View("ClipReport", verdict, table_of(headings, rows, (0, 3, 6)), records, notes=map(str, report.left))
+    return View(verdict, table_of(headings, rows, (0, 3, 6)), records, notes=map(str, report.left))
 
 
 @view_of.register
@@ -179,16 +173,16 @@ def _(record: Record) -> View:
     verdict = f"Step {record.step}{loss}: {counted(len(record.layers), 'layer')}, {alarms}"
     keys = [layer.keys or 1.0 for layer in record.layers.values()]
     tone, draw = groups[0].first.severity if groups else "fine", _by_layer(_record_rows(record), keys)
-    return View("Record", verdict, record_table(record), _record_rows(record), tone, map(str, groups), draw)
+    return View(verdict, record_table(record), _record_rows(record), tone, map(str, groups), draw)
 
 
 @view_of.register
 def _(monitor: Monitor) -> View:
     verdict = f"step {monitor.steps}, sampled every {counted(monitor.every, 'step')}"
     if monitor.last is None:
-        return View("Monitor", verdict, table_of((), ()), ())
+        return View(verdict, table_of((), ()), ())
     last = view_of(monitor.last)
-    return replace(last, kind="Monitor", verdict=f"{verdict}. {last.verdict}")
+    return replace(last, verdict=f"{verdict}. {last.verdict}")
 
 
 @view_of.register
@@ -218,7 +212,7 @@ def _(log: Log) -> View:
     fields = (row for record in records for row in _record_rows(record))
     headings, notes = ("step", "loss", *(entry.long for entry in LIVE), "alarms"), ["Latest first; means of layers."]
     table = table_of(headings, rows, (len(headings) - 1,))
-    return View("Log", f"{verdict}, {counted(alarms, 'alarm')}", table, fields, notes=notes, draw=draw)
+    return View(f"{verdict}, {counted(alarms, 'alarm')}", table, fields, notes=notes, draw=draw)
 
 
 def _layers(seen: Audit | Seen) -> Callable[[Any, str, float], None]:
@@ -289,7 +283,7 @@ def _cells_of_heads(stats: ScoreStats, entry: Statistic) -> list[str]:
 
 def _row(columns: Sequence[Column], row: Row) -> str:
     *cells, last = (row.name or row.cells[0], *row.cells[1:])
-    cells = [_cell("td", text, column) for text, column in zip(cells, columns, strict=False)]
+    cells = [_cell("td", text, column) for text, column in zip(cells, columns[:-1], strict=True)]
     return f"<tr>{''.join(cells)}{_cell('td', last, columns[-1], COLOURS.get(row.tone, 'inherit'))}</tr>"
 
 

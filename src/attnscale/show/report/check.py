@@ -69,12 +69,12 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
     heads = head_map("head-map", records, [layer.stats for layer in layers.values()])
     yield Section("heads", "Head by head", ((heads,),))
     if (histograms := score_histograms("score-histograms", layers)) is not None:
-        yield Section("scores", "The scores", ((histograms,),))
+        yield Section("scores", "Distribution of the scores", ((histograms,),))
     spreads = critical_spreads("critical-spreads", spreads_of(records))
     yield Section("critical-spread", "Spread and critical spread", ((spreads,),))
     if (weights := concentrated_heads("sharp-heads", layers)) is not None:
-        text = "The weights of heads beyond the critical spread, in the first sequence. Each row is a query."
-        yield Section("sharp", "Weights of concentrated heads", (text, (weights,)))
+        text = "Weights in the first sequence; each row is a query."
+        yield Section("sharp", "Weights of heads beyond the critical spread", (text, (weights,)))
     if checked.what_if is not None:
         text = (
             f"Computed from the queries, keys and values of {checked.focus} in this forward pass, with its own masks "

@@ -237,7 +237,7 @@ def _growth_notice(run: Run) -> str:
     if not growing and len(run.layers) == 1:
         return "The largest score does not grow by more than its error."
     if not growing:
-        return f"In none of the {len(run.layers)} layers does the largest score grow by more than its error."
+        return f"The largest score grows by more than its error in none of the {len(run.layers)} layers."
     growth, first = max(growing, key=lambda found: found[0].rate)
     return (
         f"The largest score grows in {len(growing)} of {len(run.layers)} layers; fastest in {first.name}, "
@@ -277,7 +277,7 @@ def _sections(twins: Twins) -> Iterator[Section]:
                 histograms.append(replace(histogram, caption=name))
         yield Section("heads", "Head by head, at the end", (tuple(maps),))
         if histograms:
-            yield Section("scores", "The scores, at the end", (tuple(histograms),))
+            yield Section("scores", "Distribution of the scores, at the end", (tuple(histograms),))
         tables = [layer_table(Checked(name, "", "", None, (), audit).lines, name) for name, audit in audits]
         yield Section("layers", "Layer by layer, at the end", tuple(tables))
     settings = {name: shown(value) for name, value in twins.settings.items()}

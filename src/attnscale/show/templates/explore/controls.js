@@ -30,20 +30,24 @@ function showControls() {
       input.value = nearest(ladders[name], value);
       input.setAttribute("aria-valuetext", String(value));
     } else {
-      Object.assign(input, { min: low, max: high });
-      if (document.activeElement !== input || Number(input.value) !== value) input.value = value;
+      Object.assign(input, { min: low, max: high, value });
     }
   }
-  for (const name of Object.keys(TYPED)) if (document.activeElement !== byId(name)) byId(name).value = settings[name];
+  for (const name of Object.keys(TYPED)) byId(name).value = settings[name];
   byId("dim-value").textContent = settings.dim;
 }
 
-function change(changed, notes = []) {
-  settings = { ...settings, ...changed };
+function apply(next, notes) {
+  settings = next;
   showControls();
   redraw();
-  showNotes(notes);
+  byId("notes").replaceChildren(...notes.map((note) => html("li", {}, note)));
+  byId("notes").hidden = !notes.length;
   clearTimeout(resting);
+}
+
+function change(changed, notes = []) {
+  apply({ ...settings, ...changed }, notes);
   resting = setTimeout(keepAddress, REST);
 }
 
@@ -53,18 +57,8 @@ function keepAddress() {
 }
 
 function readAddress() {
-  clearTimeout(resting);
   const read = fromAddress(data, location.hash);
-  settings = read.settings;
-  for (const name of Object.keys(TYPED)) byId(name).value = settings[name];
-  showControls();
-  redraw();
-  showNotes(read.notes);
-}
-
-function showNotes(notes) {
-  byId("notes").replaceChildren(...notes.map((note) => html("li", {}, note)));
-  byId("notes").hidden = !notes.length;
+  apply(read.settings, read.notes);
 }
 
 function listen() {
@@ -77,7 +71,6 @@ function listen() {
     } else {
       input.addEventListener("change", () => {
         const { value, note } = taken(controlNamed(name), input.value);
-        input.value = value;
         change({ [name]: value }, note ? [note] : []);
       });
     }
@@ -86,16 +79,12 @@ function listen() {
     byId(name).addEventListener("input", ({ target }) => change({ [name]: target.value.slice(0, 600) }));
   }
   byId("again").addEventListener("click", () => change({ seed: settings.seed % 9999 + 1 }));
-  byId("reset").addEventListener("click", () => {
-    change(startSettings(data));
-    for (const name of Object.keys(TYPED)) byId(name).value = settings[name];
-  });
-  const toStep = (step) => change({ step: clamped(step, 1, 7) });
-  byId("proof-back").addEventListener("click", () => toStep(settings.step - 1));
-  byId("proof-next").addEventListener("click", () => toStep(settings.step + 1));
+  byId("reset").addEventListener("click", () => change(startSettings(data)));
+  byId("proof-back").addEventListener("click", () => change({ step: Math.max(1, settings.step - 1) }));
+  byId("proof-next").addEventListener("click", () => change({ step: Math.min(7, settings.step + 1) }));
   byId("proof-list").addEventListener("click", ({ target }) => {
     if (!target.dataset.step) return;
-    toStep(Number(target.dataset.step));
+    change({ step: Number(target.dataset.step) });
     byId("proof-list").querySelector("[aria-current]").focus();
   });
   byId("play").addEventListener("click", play);
@@ -142,7 +131,6 @@ function goTo(id) {
 function takeView(text) {
   const names = text.split("&").map((part) => part.split("=")[0]), read = fromAddress(data, text).settings;
   change(Object.fromEntries(names.map((name) => [name, read[name]])));
-  for (const name of names) if (TYPED[name]) byId(name).value = settings[name];
   goToPanelOf(names);
 }
 
