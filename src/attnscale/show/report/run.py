@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from attnscale.checking import Checked
-from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.lab.demo import Twins
 from attnscale.measure.statistics import STATISTICS, Place, Statistic
@@ -125,7 +124,10 @@ def layers_over_run(name: str, records: Sequence[Record], run: Run) -> Figure:
     chosen = [layer for layer in run.layers if layer in matter]
     views = {}
     for statistic in mapped():
-        series = [*_range(records, statistic, len(run.layers)), *_curves(records, statistic, chosen)]
+        series = list(_curves(records, statistic, chosen))
+        if len(run.layers) > CURVES:
+            band = _band(f"all {len(run.layers)} layers, lowest to highest", records, statistic, "ink")
+            series.insert(0, replace(band, y=()))
         notice = _change_notice(statistic, records)
         if statistic.name == "max":
             series += _forecasts(chosen)
@@ -183,13 +185,6 @@ def _curves(records: Sequence[Record], statistic: Statistic, chosen: Sequence[La
         yield Series(label, steps, values, tone=tone, marks=len(own) <= MARKED)
 
 
-def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list[Series]:
-    if layers <= CURVES:
-        return []
-    band = _band(f"all {layers} layers, lowest to highest", records, statistic, "ink")
-    return [Series(band.name, band.x, (), band.low, band.high, tone="ink")]
-
-
 def _labelled(chosen: Sequence[LayerRun]) -> Iterator[tuple[LayerRun, str]]:
     """Yield each layer with its entry in the legend: `layer 3` if its number is unique, else its name."""
     names = [layer.name for layer in chosen]
@@ -199,17 +194,16 @@ def _labelled(chosen: Sequence[LayerRun]) -> Iterator[tuple[LayerRun, str]]:
 
 def _forecasts(chosen: Sequence[LayerRun]) -> Iterator[Series]:
     for tone, (layer, label) in enumerate(_labelled(chosen)):
-        if layer.growth is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
-            yield _forecast(f"{label}: forecast, 90% interval", layer.growth, tone)
-
-
-def _forecast(name: str, growth: Growth, tone: int) -> Series:
-    points = [growth.horizon * point / FORECAST for point in range(FORECAST + 1)]
-    y, low, high = (
-        [math.exp(min(of(steps), LOG_LARGEST)) for steps in points]
-        for of in (growth.likely, growth.lowest, growth.highest)
-    )
-    return Series(name, [growth.step + steps for steps in points], y, low, high, tone=tone, dashed=True)
+        growth = layer.growth
+        if growth is None or layer.crossing is None or not layer.effective_max >= SAME * layer.last_max:
+            continue
+        points = [growth.horizon * point / FORECAST for point in range(FORECAST + 1)]
+        y, low, high = (
+            [math.exp(min(logarithm(steps), LOG_LARGEST)) for steps in points]
+            for logarithm in (growth.likely, growth.lowest, growth.highest)
+        )
+        x, name = [growth.step + steps for steps in points], f"{label}: forecast, 90% interval"
+        yield Series(name, x, y, low, high, tone=tone, dashed=True)
 
 
 def _thresholds(series: Sequence[Series]) -> list[Series]:
