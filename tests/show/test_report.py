@@ -155,7 +155,7 @@ def test_two_runs_share_a_chart_of_losses_and_have_a_table_each():
     page = twins_report(given)
     assert page.lead == given.explanation
     assert [series.name for series in figure(page, "losses").views["loss"].series] == ["scaled", "unscaled"]
-    assert "scaled went from 3 at step 0" in figure(page, "losses").views["loss"].notice
+    assert "scaled: the loss went from 3 at step 0" in figure(page, "losses").views["loss"].notice
     tables = next(section for section in page.sections if section.name == "layers").blocks
     assert [table.caption for table in tables] == ["scaled", "unscaled"]
     assert [isinstance(block, dict) for block in page.sections[-1].blocks] == [True, True]

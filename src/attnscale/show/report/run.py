@@ -106,7 +106,7 @@ def loss_chart(title: str, runs: dict[str, Sequence[tuple[int, float]]]) -> Char
         steps, values = [step for step, _ in course], [value for _, value in course]
         series.append(Series(name, steps, values, tone=tone, marks=len(steps) <= MARKED))
         known = [(value, step) for step, value in course if math.isfinite(value)]
-        subject = f"The {title}" if len(runs) == 1 else name
+        subject = f"The {title}" if len(runs) == 1 else f"{name}: the {title}"
         if known:
             (first, start), (last, end), (lowest, at) = known[0], known[-1], min(known)
             sentences.append(
