@@ -1,4 +1,4 @@
-"""What follows from the code or from recorded runs is committed, so that pages are whole on GitHub: it is not stale."""
+"""Generated parts of the documentation are committed, so that GitHub shows whole pages, and are not stale."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and docs say of the repository is true: links, paths, names, and the list of rooms."""
+"""Links, paths, names and the list of rooms in README, CONTRIBUTING and docs agree with the repository."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What reports say, held to the numbers they are made from."""
+"""Reports as data: their sentences and figures agree with the numbers they are made from."""
 
 import math
 import statistics
