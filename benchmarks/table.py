@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from attnscale.show.costs import title_of
+from attnscale.show.listings import title_of
 
 RESULTS = Path(__file__).parent / "results"
 

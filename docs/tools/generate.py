@@ -22,7 +22,7 @@ from attnscale.diagnose import CODES
 from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.measure.statistics import STATISTICS, Statistic, of_scores
 from attnscale.rules.listing import catalogue
-from attnscale.show.ledger import counted, shown_value
+from attnscale.show.listings import counted, shown_value
 from attnscale.show.text import shown
 
 DOCS = Path(__file__).parents[1]

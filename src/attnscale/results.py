@@ -6,19 +6,22 @@
 from importlib import import_module
 from typing import Any
 
-HOME = "attnscale.show.notebook:View"
+from attnscale.plain import printable
+
+HOME = "attnscale.show.notebook:view_of"
 
 
 def _view(result: object) -> Any:
     module, _, name = HOME.partition(":")
-    return getattr(import_module(module), name).of(result)
+    return getattr(import_module(module), name)(result)
 
 
 class Result:
     """Base of results, with a table for notebooks and a repr() of one line."""
 
     def __repr__(self) -> str:
-        return str(_view(self).line)
+        verdict = printable(_view(self).verdict.rstrip("."))
+        return f"<{type(self).__name__}: {verdict}>"
 
     def _repr_html_(self) -> str:
         return str(_view(self).html())

@@ -1,4 +1,4 @@
-"""The command line from its entry point on: in this process, which has imported what takes long, or in its own."""
+"""Run the command line from its entry point: in this process, which has imported torch, or in its own."""
 
 import contextlib
 import io
@@ -24,9 +24,10 @@ def in_a_process(*arguments, **environment):
     )
 
 
-def run(*arguments, **environment):
-    """Run `attnscale …` here, with streams that are no terminal; what the entry point lets through is raised."""
+def run(*arguments, joined=False, **environment):
+    """Run `attnscale …` in this process, with streams that are no terminal; `joined` puts stderr into stdout."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    err = out if joined else err
     command = ["attnscale", *map(str, arguments)]
     with (
         contextlib.redirect_stdout(out),

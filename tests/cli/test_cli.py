@@ -37,6 +37,14 @@ def test_predict_json_is_the_prediction():
     assert printed["candidates"][1]["softmax"]["entropy_ratio"] == pytest.approx(0.993, abs=1e-3)
 
 
+@pytest.mark.parametrize("command", [PREDICT, ["rules"], ["--help"], ["predict", "--help"]])
+def test_output_in_a_pipe_fits_80_columns_and_has_no_colour(command):
+    result = run(*command)
+    assert result.returncode == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "\x1b[" not in result.stdout
+
+
 def test_rules_lists_every_rule_with_formula_source_and_use():
     text = run("rules").stdout
     assert all(name in text for name in RULES)
@@ -54,6 +62,7 @@ def test_claims_prints_the_ledger_and_what_is_refuted(known_claims):
     assert re.search(r"\d+ statements: \d+ confirmed, \d+ qualified, \d+ refuted\.", result.stdout)
     assert re.search(r"\d+ numbers by plain arithmetic: \d+ confirmed, \d+ refuted\.", result.stdout)
     assert "1000 times too small" in " ".join(result.stdout.split())
+    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_claims_json_is_a_list_of_objects_with_the_fields_of_a_claim(claims_file):
@@ -99,28 +108,13 @@ def test_bench_prints_ratios_and_their_meaning_and_writes_them_with_the_machine(
     assert "4 sequences of 64 to 1024, 4 heads of 64, float32, causal, forward" in result.stdout
 
 
-@pytest.mark.parametrize("command", [[*PREDICT], ["rules"], ["claims"], ["--help"], ["predict", "--help"]])
-def test_tables_fit_80_columns_without_colour_in_a_pipe(command, known_claims):
-    result = run(*command)
-    assert result.returncode == 0
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    assert "\x1b[" not in result.stdout
-
-
-def test_predict_reads_at_60_columns():
-    lines = run(*PREDICT, COLUMNS="60").stdout.splitlines()
-    assert max(map(len, lines)) <= 60
-    assert not any("…" in line for line in lines)
-    assert any(line.split() == ["calibrated", "0.4069", "1", "92.8", "0.016", "0.997", "healthy"] for line in lines)
-
-
-def test_every_commands_help_has_an_example_and_no_ragged_line():
+def test_the_help_of_every_command_has_an_example():
     helps = {command.callback.__name__: command.help for command in app.registered_commands}
     assert len(helps) >= 9
     for name, text in helps.items():
-        *told, example = text.split("\n\n")
+        *paragraphs, example = text.split("\n\n")
         assert example.startswith(f"Example: attnscale {name.replace('_', '-')}")
-        assert not any("\n" in paragraph for paragraph in told)  # broken by the terminal, where it ends
+        assert not any("\n" in paragraph for paragraph in paragraphs)  # the terminal breaks lines
 
 
 @pytest.mark.parametrize(
@@ -133,17 +127,14 @@ def test_every_commands_help_has_an_example_and_no_ragged_line():
         (["bench", "--kind", "sparse"], "Expected a kind of case, dense or ragged, got 'sparse'."),
         (["bench", "--device", "tpu"], "Expected a device that this machine has, cpu or cuda, got 'tpu'."),
         (["predict", "--init", "normal:1e200"], "weights by normal:1e+200 on inputs of variance 1 give none"),
-        (["predict", "--init", "normal:1e-200"], "weights by normal:1e-200 on inputs of variance 1 give none"),
         (["predict", "--input-variance", "1e308"], "Expected scores of a finite spread above zero"),
         (
             ["predict", "--d-model", f"1{'0' * 400}", "--heads", "1"],
             "Expected d_model, heads, head_dim and length of at most 1e+18, got more.",
         ),
         (["predict", "--heads", "many"], "Invalid value for '--heads': "),
-        (["predict", "--input-variance=x"], "run 'attnscale predict --help' for its arguments."),
         (["predict", "--heads"], "Option '--heads' requires an argument"),
         (["watch-log"], "Missing argument"),
-        (["check", "--length", "100000000"], "Expected --length from 2 to 1,048,576, got 100000000."),
         (["predict", "--bogus"], "No such option: --bogus"),
         (["nonsense"], "No such command 'nonsense'"),
     ],
@@ -157,13 +148,6 @@ def test_bad_input_ends_with_status_two_one_sentence_and_no_traceback(arguments,
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("arguments", [["predict", "--bogus"], ["claims", "--verdict", "maybe"]])
-def test_bad_input_leaves_no_traceback_from_a_process_either(arguments):
-    result = in_a_process(*arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert re.fullmatch(r"attnscale: [^\n]+\n", result.stderr)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -174,7 +158,7 @@ def test_bad_input_leaves_no_traceback_from_a_process_either(arguments):
         ["compare", "bundled", "bundled", "--length", "100000000"],
     ],
 )
-def test_nonsense_is_refused_before_anything_heavy_is_imported(arguments):
+def test_bad_input_is_refused_before_torch_is_imported(arguments):
     code = "import sys; sys.modules |= dict.fromkeys(['torch', 'transformers']); from attnscale.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert result.returncode == 2
@@ -182,12 +166,8 @@ def test_nonsense_is_refused_before_anything_heavy_is_imported(arguments):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_stream_that_cannot_show_the_signs_does_not_fail():
+def test_a_stream_without_unicode_does_not_fail():
     assert in_a_process("predict", PYTHONIOENCODING="ascii").returncode == 0
-
-
-def test_version():
-    assert in_a_process("--version").stdout.startswith("attnscale 0.")
 
 
 def test_help_answers_at_once():

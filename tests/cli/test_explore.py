@@ -1,13 +1,11 @@
-"""`attnscale explore`: a file, where it was asked for, opened once."""
+"""`attnscale explore`: write one file, where it was asked for, and open it once."""
 
 import json
 import webbrowser
 
 import pytest
-from typer.testing import CliRunner
 
-from attnscale.cli import app
-from attnscale.errors import SettingError
+from .running import run
 
 
 @pytest.fixture
@@ -17,37 +15,30 @@ def opened(monkeypatch):
     return addresses
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["explore", *map(str, arguments)])
-
-
 def test_it_writes_the_page_and_opens_it_as_a_file(opened, tmp_path):
     out = tmp_path / "a new folder" / "ä #1.html"
-    result = run("--out", out)
-    assert result.exit_code == 0
-    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    result = run("explore", "--out", out, "--json")
+    assert json.loads(result.stdout) == {"page": str(out), "address": out.as_uri(), "opened": True}
     assert opened == [out.as_uri()]
     assert "%231.html" in opened[0]  # not taken for the start of a fragment
-    assert str(out) in result.output
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_it_writes_beside_where_one_is_by_default(opened, tmp_path, monkeypatch):
+def test_by_default_it_writes_to_the_working_folder_and_says_if_no_browser_opens(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert run("--no-open").exit_code == 0
-    assert opened == []
-    assert (tmp_path / "attnscale-explore.html").stat().st_size < 3_000_000
-
-
-def test_json_says_where_the_page_is(opened, tmp_path):
-    out = tmp_path / "page.html"
-    assert json.loads(run("--out", out, "--json").output) == {"page": str(out), "address": out.as_uri(), "opened": True}
-
-
-def test_where_no_browser_opens_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(webbrowser, "open", lambda address: False)
-    result = run("--out", tmp_path / "page.html")
-    assert result.exit_code == 0
+    result = run("explore")
+    assert result.returncode == 0
+    assert result.stdout.startswith("The page is in attnscale-explore.html\nfile:///")
     assert "open the page yourself" in result.stderr
+    assert (tmp_path / "attnscale-explore.html").stat().st_size < 3_000_000
+    assert run("explore", "--no-open").stderr == ""
+
+
+def test_a_view_is_part_of_the_address(opened, tmp_path):
+    view = "d=64&rule=inverse_dim&scores=14, 10, 12&k=2.5"
+    assert run("explore", "--out", tmp_path / "page.html", "--view", view).returncode == 0
+    assert opened[0].endswith("#d=64&rule=inverse_dim&scores=14,%2010,%2012&k=2.5")
 
 
 @pytest.mark.parametrize(
@@ -62,19 +53,7 @@ def test_where_no_browser_opens_it_says_so(monkeypatch, tmp_path):
     ],
 )
 def test_a_view_that_the_page_cannot_show_is_refused(opened, tmp_path, view, sentence):
-    error = run("--out", tmp_path / "page.html", "--view", view).exception
-    assert isinstance(error, SettingError)
-    assert str(error).startswith(sentence)
-    assert not (tmp_path / "page.html").exists()
-    assert opened == []
-
-
-def test_a_view_is_part_of_the_address(opened, tmp_path):
-    view = "d=64&rule=inverse_dim&scores=14, 10, 12&k=2.5"
-    assert run("--out", tmp_path / "page.html", "--view", view).exit_code == 0
-    assert opened[0].endswith("#d=64&rule=inverse_dim&scores=14,%2010,%2012&k=2.5")
-
-
-def test_a_folder_is_refused_before_anything_is_written(opened, tmp_path):
-    assert isinstance(run("--out", tmp_path).exception, SettingError)
-    assert opened == []
+    result = run("explore", "--out", tmp_path / "page.html", "--view", view)
+    assert (result.returncode, opened, list(tmp_path.iterdir())) == (2, [], [])
+    assert result.stderr.startswith(f"attnscale: {sentence}")
+    assert run("explore", "--out", tmp_path).returncode == 2  # a folder

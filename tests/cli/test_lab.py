@@ -1,10 +1,12 @@
+"""`attnscale lab`, by what it prints and what it writes."""
+
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from attnscale.cli import app
 from attnscale.lab.experiments import EXPERIMENTS
+
+from .running import run
 
 NAMES = [
     "variance", "saturation", "divisors", "gradients", "initialisation", "length", "entropy-bound", "ablation", "kappa",
@@ -12,51 +14,42 @@ NAMES = [
 ]  # fmt: skip
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["lab", *arguments])
-
-
 def test_the_experiments_are_listed():
-    assert [found["name"] for found in json.loads(run("--json").stdout)] == NAMES == list(EXPERIMENTS)
+    assert [found["name"] for found in json.loads(run("lab", "--json").stdout)] == NAMES == list(EXPERIMENTS)
 
 
-def test_a_run_prints_json_and_leaves_numbers_page_and_cells(tmp_path):
-    first = run("variance", "--quick", "--seeds", "2", "--jobs", "1", "--out", str(tmp_path), "--json")
-    assert first.exit_code == 0, first.output
+def test_a_run_prints_json_and_writes_numbers_a_page_and_cells_that_are_not_run_again(tmp_path):
+    command = ("lab", "variance", "--quick", "--seeds", "2", "--jobs", "1", "--out", tmp_path, "--json")
+    first = run(*command)
+    assert first.returncode == 0, first.stderr
     found = json.loads(first.stdout)
-    assert found["experiment"] == "variance"
-    assert found["settings"]["seeds"] == 2
+    assert (found["experiment"], found["settings"]["seeds"]) == ("variance", 2)
     assert json.loads((tmp_path / "variance.json").read_text(encoding="utf-8")) == found
     assert found["conclusion"].split(".")[0] in (tmp_path / "variance.html").read_text(encoding="utf-8")
     assert len(list((tmp_path / "cells").glob("variance-*.json"))) == found["settings"]["cells"]
-    again = run("variance", "--quick", "--seeds", "2", "--jobs", "1", "--out", str(tmp_path), "--json")
-    assert json.loads(again.stdout) == found  # read, not run: the seconds are the same too
+    assert json.loads(run(*command).stdout) == found  # read, not run: the seconds are the same too
+
+
+def test_one_seed_gives_no_verdict(tmp_path):
+    ran = run("lab", "variance", "--quick", "--seeds", "1", "--jobs", "1", "--out", tmp_path, "--json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["conclusion"].startswith("One seed has no interval")
+    assert found["tables"]
+    assert not [check for check in found["checks"] if check["holds"] and "interval" in check["evidence"]]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         (["no-such"], "Unknown experiment 'no-such'. Expected one of: variance, "),
         (["variance", "--seeds", "0"], "Invalid value for '--seeds'"),
         (["variance", "--executor", "fleet"], "Unknown executor 'fleet'"),
         (["variance", "--device", "abacus"], "Expected a device that this machine has (cpu), got 'abacus'"),
+        (["variance", "--out", __file__], "Could not write"),
     ],
 )
-def test_bad_input_is_answered_with_a_sentence(arguments, said, tmp_path):
-    result = run(*arguments, "--out", str(tmp_path))
-    assert said in f"{result.exception} {result.output}"
-
-
-def test_a_place_that_cannot_be_written_is_told_before_the_work(tmp_path):
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    assert "Could not write" in str(run("variance", "--out", str(tmp_path / "file")).exception)
-
-
-@pytest.mark.parametrize("name", ["variance"])
-def test_one_seed_is_shown_and_concludes_nothing(name, tmp_path):
-    ran = run(name, "--quick", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path), "--json")
-    assert ran.exit_code == 0, ran.output
-    found = json.loads(ran.stdout)
-    assert found["conclusion"].startswith("One seed has no interval")
-    assert found["tables"]
-    assert not [check for check in found["checks"] if check["holds"] and "interval" in check["evidence"]]
+def test_bad_input_is_refused_before_the_work(arguments, sentence, tmp_path):
+    result = run("lab", "--out", tmp_path, *arguments)
+    assert result.returncode == 2
+    assert sentence in result.stderr

@@ -11,36 +11,31 @@ from tests.cli.running import run
 
 BROKEN = "tests.checking.broken:unscaled"
 FULL = "/dev/full"
+UNWRITABLE = {f"> {FULL}": "No space left on device", ">&-": "Bad file descriptor"}
 needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason="there is no /dev/full here")
 posix = pytest.mark.skipif(sys.platform == "win32", reason="a shell that closes streams")
 ENVIRONMENT = os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
 
 
 def shell(line):
-    """A line of sh, in which $attnscale is the command."""
+    """Run a line of sh, in which $attnscale is the command."""
     own = ENVIRONMENT | {"attnscale": f"{sys.executable} -m attnscale"}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     return subprocess.run(["sh", "-c", line], env=own, capture_output=True, text=True, encoding="utf-8", check=False)
 
 
 @needs_full
+@posix
 @pytest.mark.parametrize("command", ["predict", "rules --json", "--help"])
-def test_a_full_disk_is_told_in_one_sentence(command):
-    result = shell(f"$attnscale {command} > {FULL}")
+@pytest.mark.parametrize("target", UNWRITABLE)
+def test_output_that_cannot_be_written_gives_one_sentence(command, target):
+    result = shell(f"$attnscale {command} {target}")
     assert result.returncode == 2
-    assert result.stderr == "attnscale: Could not write the output: No space left on device.\n"
+    assert result.stderr == f"attnscale: Could not write the output: {UNWRITABLE[target]}.\n"
 
 
 @posix
-@pytest.mark.parametrize("command", ["predict", "rules --json"])
-def test_a_closed_output_is_told_in_one_sentence(command):
-    result = shell(f"$attnscale {command} >&-")
-    assert result.returncode == 2
-    assert result.stderr == "attnscale: Could not write the output: Bad file descriptor.\n"
-
-
-@posix
-def test_a_reader_that_left_is_no_finding():
+def test_a_closed_pipe_has_a_status_of_its_own():
     result = shell(f"{{ $attnscale check {BROKEN}; echo status $? >&2; }} | true")
     assert result.stderr == f"status {CLOSED_PIPE}\n"
 

@@ -1,7 +1,6 @@
 """`attnscale watch-log`, by what it prints and how it exits."""
 
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -9,9 +8,9 @@ import sys
 import pytest
 
 from attnscale.diagnose import Finding
-from attnscale.measure.statistics import logged
-from attnscale.train import JsonLines, LayerRecord, Record, read_log
+from attnscale.train import JsonLines, Record, read_log
 from tests.processes import started
+from tests.show.reports import records
 
 from .running import in_a_process, run
 
@@ -20,19 +19,8 @@ from .running import in_a_process, run
 def log(tmp_path):
     path = tmp_path / "scores.jsonl"
     sink = JsonLines(path)
-    for step in range(0, 1000, 50):
-        layers = {
-            f"blocks.{index}.attention": LayerRecord(
-                64,
-                {name: [0.5, 0.5] for name in logged()}
-                | {"max": [largest, 1.0], "max_above_mean": [largest, 1.0], "max_bound": [2 * largest, 2.0]},
-            )
-            for index, largest in enumerate((5.0, 5.0 * math.exp(0.005 * step)))
-        }
-        alarm = Finding(
-            "blocks.1.attention", 0, "exploding", "note", "The largest score is 101.", 101.0, 100.0, "Clip it."
-        )
-        sink(Record(step, float(step), layers, [alarm] if step == 750 else []))
+    for record in records():
+        sink(record)
     return path
 
 
@@ -41,8 +29,8 @@ def test_it_prints_growth_alarms_and_when_a_threshold_will_be_passed(log):
     assert result.returncode == 0, result.stderr
     table = result.stdout.split("note exploding")[0]
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.strip()}
-    assert rows["0"] == ["5", "5", "×", "1", "(350)", "0.5", "50", "0.50", "–"]
-    assert rows["1"] == ["5", "578", "×", "5.75", "(350)", "0.5", "50", "0.50", "1,000", "at", "1128"]
+    assert rows["0"] == ["5", "5", "×", "1", "(350)", "0.375", "38", "0.38", "–"]
+    assert rows["1"] == ["5", "578", "×", "5.75", "(350)", "0.375", "38", "0.38", "1,000", "at", "1128"]
     assert "note exploding  blocks.1.attention, head 0 · step 750" in result.stdout
     assert (
         "1 alarm; forecast: blocks.1.attention is the first to pass 1,000, about step 1128 and not before 1088."
@@ -86,8 +74,10 @@ def test_it_writes_a_report_that_says_what_the_terminal_says(log, tmp_path):
     conclusion = conclusion[conclusion.index("1 alarm;") :]
     assert conclusion in page
     assert "<title>scores.jsonl · attnscale watch-log</title>" in page
-    refused = run("watch-log", str(log), "--html", str(tmp_path))
-    assert (refused.returncode, refused.stdout) == (2, "")
+    for sentence, options in {"Expected a file": [tmp_path], "Expected --follow without": [path, "--follow"]}.items():
+        refused = run("watch-log", log, "--html", *options)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert sentence in refused.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to one child")
@@ -102,9 +92,3 @@ def test_a_log_that_is_followed_is_shown_again_when_it_grows_until_it_is_interru
         process.send_signal(signal.SIGINT)
         assert "Traceback" not in process.communicate(timeout=30)[1]
         assert process.returncode == 0
-
-
-def test_following_a_log_and_writing_a_report_of_it_is_refused(log, tmp_path):
-    result = run("watch-log", str(log), "--follow", "--html", str(tmp_path / "report.html"))
-    assert result.returncode == 2
-    assert "Expected --follow without --html" in result.stderr

@@ -24,6 +24,8 @@ from unittest import mock
 
 import yaml
 
+from tests.cli.running import run
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 # Commands that are shown and not run here, and why.
@@ -44,7 +46,7 @@ ROUGH = "numbers differ from machine to machine"  # a title: any number will do
 
 @dataclass(frozen=True)
 class Output:
-    """One thing that was run: the output that the page shows (None if it shows none), and what was printed."""
+    """Output of a block or a command: as the page shows it (None if it shows none), and as it was printed."""
 
     source: str
     shown: str | None
@@ -120,7 +122,9 @@ def run_command(command: str, folder: Path) -> tuple[int, str]:
     """Run a command and return its status and what it prints; attnscale's own run in this process."""
     program, *arguments = shlex.split(command)
     if program == "attnscale":
-        return _run_attnscale(arguments, folder)
+        with contextlib.chdir(folder):
+            finished = run(*arguments, joined=True, **ENVIRONMENT)
+        return finished.returncode, finished.stdout
     is_example = any(argument.startswith("examples/") for argument in arguments)
     executable = sys.executable if program == "python" else str(Path(sys.executable).with_name(program))
     finished = subprocess.run(
@@ -128,26 +132,6 @@ def run_command(command: str, folder: Path) -> tuple[int, str]:
         capture_output=True, text=True, encoding="utf-8", check=False,
     )  # fmt: skip
     return finished.returncode, finished.stdout + (finished.stderr if finished.returncode else "")
-
-
-def _run_attnscale(arguments: list[str], folder: Path) -> tuple[int, str]:
-    from attnscale.cli import main
-
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    with (
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(terminal),
-        contextlib.redirect_stderr(terminal),
-        mock.patch.object(sys, "argv", ["attnscale", *arguments]),
-        mock.patch.dict(os.environ, ENVIRONMENT),
-    ):
-        status: object = 0
-        try:
-            main()
-        except SystemExit as end:
-            status = end.code
-    terminal.seek(0)
-    return status if isinstance(status, int) else 0, terminal.read()
 
 
 def same(shown: str, printed: str, tolerance: float = TOLERANCE) -> bool:

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from tests.docs import blocks
-from tests.docs.blocks import NOT_RUN, PAGES, ROOT, ROUGH, run_command, run_page, same
+from tests.docs.blocks import PAGES, ROOT, ROUGH, run_command, run_page, same
 
 
-def the_tour_prints_the_gain_it_names(printed):
+def tour_prints_the_gain_it_names(printed):
     assert all(printed)
     assert printed[0].startswith("0.398")
 
@@ -40,7 +40,7 @@ def fixes_hold_the_scores(printed):
 
 # What must hold of the numbers that may differ from machine to machine.
 CLAIMS = {
-    "docs/tour.md": the_tour_prints_the_gain_it_names,
+    "docs/tour.md": tour_prints_the_gain_it_names,
     "docs/examples.md": examples_show_what_they_say,
     "docs/guides/scores-explode.md": fixes_hold_the_scores,
 }
@@ -71,12 +71,6 @@ def test_every_page_that_lets_numbers_differ_says_what_must_hold_of_them():
     assert loose <= set(CLAIMS)
 
 
-def test_what_is_shown_and_not_run_is_little_and_has_a_reason():
-    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert len(NOT_RUN) <= 8
-    assert all(f"$ {command}" in shown and reason for command, reason in NOT_RUN.items())
-
-
 def test_every_example_is_run_by_its_command_on_the_page_of_examples():
     page = (ROOT / EXAMPLES).read_text(encoding="utf-8")
     examples = [path.name for path in (ROOT / "examples").glob("*.py")]
@@ -84,28 +78,7 @@ def test_every_example_is_run_by_its_command_on_the_page_of_examples():
     assert all(f" examples/{name}\n" in page for name in examples)
 
 
-@pytest.mark.parametrize(
-    ("text", "trouble"),
-    [
-        ("```python\n1 / 0\n```\n", ZeroDivisionError),
-        ("```console\n$ attnscale predict --heads 0\n```\n", AssertionError),
-        ("```console\n$ attnscale rules\n$ echo $?\n1\n```\n", AssertionError),
-        ("```console\nattnscale rules\n```\n", ValueError),
-        ("```ruby\nputs 1\n```\n", ValueError),
-        ("```toml\na = \n```\n", ValueError),
-        ("```json\n{\n```\n", ValueError),
-    ],
-)
-def test_a_block_that_fails_is_noticed(text, trouble, tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "ROOT", tmp_path)
-    (tmp_path / "page.md").write_text(text, encoding="utf-8")
-    with pytest.raises(trouble):
-        run_page(tmp_path / "page.md", tmp_path)
-
-
-def test_an_output_that_is_not_printed_is_noticed_and_refreshed_unless_its_title_lets_numbers_differ(
-    tmp_path, monkeypatch
-):
+def test_a_stale_output_is_noticed_and_refreshed_unless_its_title_lets_numbers_differ(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "ROOT", tmp_path)
     page = tmp_path / "page.md"
     for title, agrees in ((f' title="{ROUGH}"', True), ("", False)):
@@ -121,15 +94,9 @@ def test_an_output_that_is_not_printed_is_noticed_and_refreshed_unless_its_title
     [
         ("a 1.00 b", "a  1.01 b\n", True),
         ("a 1.00 b", "a 1.04 b", False),
-        ("a 100 b", "a 101 b", True),
-        ("a 1 b", "a 2 b", False),
         ("a b", "a b c", False),
         ("a\n…\nd", "a\nb\nc\nd", True),
         ("a\n…\nd", "a\nb\nc", False),
-        ("a\n…\n", "a\nb", True),
-        ("a\n…\nc\n…\ne", "a b c d e", True),
-        ("a\n…\nx\n…\ne", "a b c d e", False),
-        ("─── 1", "─────── 1", True),
     ],
 )
 def test_words_agree_and_numbers_are_close(shown, printed, agree):

@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and docs say of the repository is true: links, paths, names, and the list of rooms."""
+"""Links, paths, names and the list of rooms in README, CONTRIBUTING and docs agree with the repository."""
 
 import re
 
@@ -26,13 +26,11 @@ def is_defined(name, file):
     return re.search(pattern, file.read_text(encoding="utf-8"), flags=re.MULTILINE) is not None
 
 
-def test_the_tree_lists_the_rooms_in_their_order():
+def test_the_tree_lists_the_rooms_in_their_order_with_their_folders():
     entries = re.findall(r"^  (\S+) +\S.*$", TREE, flags=re.MULTILINE)
     assert [name.removesuffix("/").removesuffix(".py") for name in entries] == list(ROOMS)
     assert all((SRC / name).is_dir() if name.endswith("/") else (SRC / name).is_file() for name in entries)
 
-
-def test_the_tree_lists_every_folder_of_a_room_below_it():
     listed, room = set(), ""
     for line in TREE.splitlines():
         name = line.split(maxsplit=1)[0]

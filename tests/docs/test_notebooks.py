@@ -14,7 +14,7 @@ run = runpy.run_path(str(ROOT / "scripts/run_notebook.py"))["run"]
 
 
 def shown(notebook):
-    """What each code cell shows, without numbers, times and tags: as text, HTML, or the kind of a picture."""
+    """Yield the output of each code cell, without numbers, times and tags: as text, HTML, or the kind of a picture."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             yield " ".join(text for output in cell.outputs for text in texts_of(output))

@@ -3,9 +3,7 @@
 import json
 import math
 import random
-import runpy
 import shlex
-import struct
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -23,7 +21,7 @@ from attnscale.operator import attention_weights
 from attnscale.rules import get_rule
 from attnscale.show.explore import CONTROLS, THIRD, explore_page, presets
 from attnscale.watching import watch
-from tests.browser import A4, PHONE, sideways
+from tests.browser import PHONE, sideways
 from tests.busy import held_up
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +53,6 @@ def column(page, slot):
     return {name: value(page, f"{slot}-{name}") for name in OF_COLUMN}
 
 
-def drawn(page, slot):
-    """What is drawn in a column: its hill and its weights."""
-    return page.inner_html(f"#{slot}-hill") + page.inner_html(f"#{slot}-weights")
-
-
 def set_number(page, name, number):
     page.evaluate("document.getElementById('more').open = true")
     page.fill(f"#{name}-number", str(number))
@@ -71,7 +64,7 @@ def show_answers(page):
 
 
 def library(d, n, q, k, rule, temperature=8.0):
-    """What the library says of a setting of the page."""
+    """Return the numbers that the library computes for settings of the page."""
     variance = theory.score_variance(d, query_variance=q**2, key_variance=k**2)
     if rule == "calibrated":
         scale = theory.unit_variance_scale(variance)
@@ -96,6 +89,8 @@ def test_the_numbers_of_the_page_are_the_librarys(page):
         for corner in ("low", "high", *[None] * 12):
             at = {c.name: getattr(c, corner) if corner else c.low * (c.high / c.low) ** draw.random() for c in CONTROLS}
             settings.append(at | {c.name: round(at[c.name]) for c in CONTROLS if c.integer} | {"rule": rule})
+    extreme = {"d": 1, "n": 1021, "k": 1.0, "rule": "unscaled", "temperature": 8.0}
+    settings += [extreme | {"q": spread} for spread in (1e-9, 1e-5, 0.013, 21.0, 1999.0, 2001.0, 1e7)]
     computed = page.evaluate(
         """settings => settings.map(asked => {
           const { scale, spread, variance, critical, regime, expected } = attnscale.at(asked);
@@ -108,17 +103,6 @@ def test_the_numbers_of_the_page_are_the_librarys(page):
         assert here.pop("regime") == there.pop("regime"), setting
         # relative where a number passes one, absolute below
         assert here == pytest.approx(there, rel=EXACT, abs=EXACT), setting
-
-
-@pytest.mark.slow
-def test_expectations_hold_from_uniform_to_one_hot_weights(page):
-    names = ("entropy", *STATISTICS)
-    for spread in (0.0, 1e-9, 1e-5, 0.013, 0.7, 3.3, 21.0, 1999.0, 2001.0, 1e7):
-        for keys in (2, 3, 11, 1021, 1_000_003):
-            expected = theory.expected_softmax(spread, keys)
-            computed = page.evaluate(f"attnscale.expectedSoftmax({spread}, {keys})")
-            there = {name: getattr(expected, name) for name in names}
-            assert computed == pytest.approx(there, abs=EXACT), (spread, keys)
 
 
 def test_softmax_its_jacobian_and_its_statistics_are_the_references(page):
@@ -138,16 +122,19 @@ def test_softmax_its_jacobian_and_its_statistics_are_the_references(page):
 
 
 @WIDTHS
-def test_dragging_d_k_changes_the_unscaled_column_and_not_the_other(open_page, path, window):
+def test_dragging_d_k_changes_the_unscaled_column_and_not_the_scaled_one(open_page, path, window):
     page = open_page(path, "#d=4&third=1", viewport=window)
-    slider = page.locator("#d")
-    box = slider.bounding_box()
-    before = {slot: (column(page, slot), drawn(page, slot)) for slot in ("unscaled", "inverse_sqrt", "third")}
-    page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + box["height"] / 2)
+    box = page.locator("#d").bounding_box()
+
+    def drag_to(share):
+        page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+
+    before = column(page, "inverse_sqrt"), page.inner_html("#inverse_sqrt-hill"), page.inner_html("#unscaled-hill")
+    drag_to(0.2)
     page.mouse.down()
     tops = []
     for share in (0.4, 0.6, 0.8):
-        page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+        drag_to(share)
         d = int(page.input_value("#d-number"))
         for slot, rule in (("unscaled", "unscaled"), ("inverse_sqrt", "inverse_sqrt"), ("third", "inverse_dim")):
             expected = library(d, 16, 1.0, 1.0, rule)
@@ -156,16 +143,14 @@ def test_dragging_d_k_changes_the_unscaled_column_and_not_the_other(open_page, p
     page.mouse.up()
     assert tops == sorted(tops)
     assert tops[-1] > 0.85 > tops[0]
-    assert column(page, "inverse_sqrt") == pytest.approx(before["inverse_sqrt"][0], abs=1e-12)
-    assert drawn(page, "inverse_sqrt") == before["inverse_sqrt"][1]
-    for slot in ("unscaled", "third"):
-        after = column(page, slot), drawn(page, slot)
-        assert all(new != old for new, old in zip(after, before[slot], strict=True))
+    assert column(page, "inverse_sqrt") == pytest.approx(before[0])
+    assert page.inner_html("#inverse_sqrt-hill") == before[1]
+    assert page.inner_html("#unscaled-hill") != before[2]
     assert page.inner_text("#unscaled-verdict").startswith("Sharp")
     assert page.inner_text("#inverse_sqrt-verdict").startswith("Healthy")
 
 
-def test_the_third_column_is_switched_on_and_takes_other_rules(page):
+def test_the_third_column_shows_other_rules(page):
     assert not page.is_visible("#third")
     page.check("#third-on")
     assert page.inner_text("#third-title") == "q·k ÷ dₖ"
@@ -223,7 +208,7 @@ def test_the_table_of_gradients_is_what_autograd_measures(open_page, path):
         assert value(page, "gradient-inverse_sqrt-half") == pytest.approx(found.lower_half_scaled.mean, abs=0.05)
 
 
-def test_two_vectors_typed_by_hand_are_multiplied_summed_and_scaled(page, open_page, path):
+def test_two_typed_vectors_are_multiplied_summed_and_scaled(page):
     show_answers(page)
     assert (page.inner_text("#vectors-dot"), page.inner_text("#vectors-scaled")) == ("1", "0.5")  # the tutorial's
     page.fill("#query", "1, 2, −3")
@@ -238,11 +223,9 @@ def test_two_vectors_typed_by_hand_are_multiplied_summed_and_scaled(page, open_p
     )
     page.fill("#key", "")
     assert page.inner_text("#vectors-scaled") == "–"
-    sent = open_page(path, "#query=1,0,1,0&key=2,0,0,5")
-    assert value(sent, "vectors-dot") == 2.0
 
 
-def test_own_scores_pass_through_softmax_both_ways(page):
+def test_typed_scores_pass_through_softmax_with_and_without_the_scale(page):
     show_answers(page)
     for preset in presets():
         if not preset["scores"]:
@@ -276,18 +259,10 @@ def test_each_step_of_the_proof_agrees_with_its_sample(open_page, path, dim):
         assert page.inner_text("#proof-title").startswith(f"{step}.")
         assert value(page, "proof-value") == pytest.approx(exact)
         assert value(page, "proof-sampled") == pytest.approx(exact, abs=0.05 * dim)  # of 20,000 draws
-    page.dispatch_event("#proof-next", "click")  # there is no step after the last
-    assert page.inner_text("#proof-title").startswith("7.")
     page.click("#proof-list [data-step='4']")
     assert page.inner_text("#proof-formula").endswith("σ_q² σ_k²")
     page.click("#proof-back")
     assert page.inner_text("#proof-title").startswith("3.")
-
-
-def test_an_initialisation_is_tried_in_the_columns(page):
-    show_answers(page)
-    page.locator("#start-panel button").nth(1).click()
-    assert value(page, "inverse_sqrt-spread") == pytest.approx(0.307, abs=0.001)
 
 
 # The model and the runs
@@ -299,7 +274,7 @@ def test_the_model_in_the_page_is_the_one_in_torch(page, relative):
     model, _ = load_bundled()
     for block in model.blocks:
         block.attention.scale = relative / math.sqrt(block.attention.head_dim)
-    for text in ("The value of a name is the value of the object.", "√dₖ: def f(x):\n  return x", "ab"):
+    for text in ("√dₖ: def f(x):\n  return x", "ab"):
         tokens = encode(text)[None, :64]
         with torch.no_grad(), watch(model, keep=True) as seen:
             logits = model(tokens)
@@ -346,9 +321,7 @@ def test_without_its_scale_the_models_maps_collapse_and_its_loss_rises(open_page
     assert page.inner_text("#bytes-note") == "Type at least two letters."
 
 
-@WIDTHS
-def test_two_recorded_runs_are_played_back(open_page, path, window):
-    page = open_page(path, viewport=window)
+def test_two_recorded_runs_are_played_back(page):
     page.click("#steps a[data-go=runs]")
     page.wait_for_selector("#run-loss svg")
     last = {slot: value(page, f"run-{slot}-loss") for slot in ("unscaled", "inverse_sqrt")}
@@ -379,7 +352,7 @@ def test_the_recorded_runs_are_the_demos():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worked", [each for each in INDEX if "--view" in each.command], ids=lambda each: each.what)
-def test_a_view_of_the_index_leads_to_its_panel(open_page, path, worked):
+def test_each_view_of_the_index_opens_its_panel(open_page, path, worked):
     view = shlex.split(worked.command)[-1]
     page = open_page(path, f"#{view}", reduced_motion="reduce")
     assert not page.is_visible("#notes")
@@ -391,7 +364,7 @@ def test_a_view_of_the_index_leads_to_its_panel(open_page, path, worked):
         assert 0 <= page.locator(f"#{panel}-panel").bounding_box()["y"] < 400
 
 
-def test_a_view_that_is_sent_shows_the_same(page, open_page, path):
+def test_an_address_that_is_shared_shows_the_same_view(page, open_page, path):
     page.check("#third-on")
     page.evaluate("document.getElementById('more').open = true")
     page.select_option("#rule", "log_length")
@@ -411,22 +384,7 @@ def test_a_view_that_is_sent_shows_the_same(page, open_page, path):
     assert (other.input_value("#scores"), other.input_value("#rule")) == ("1, 2 & 3", "log_length")
 
 
-@pytest.mark.slow
-def test_back_and_forward_walk_through_the_views(page):
-    start = column(page, "unscaled")
-    set_number(page, "d", 256)
-    page.wait_for_url("**#d=256")
-    page.check("#third-on")
-    page.wait_for_url("**third=1**")
-    page.go_back()
-    assert (page.is_visible("#third"), page.input_value("#d-number")) == (False, "256")
-    page.go_back()
-    assert column(page, "unscaled") == start
-    page.go_forward()
-    assert value(page, "unscaled-spread") == pytest.approx(16.0)
-
-
-def test_a_hostile_address_is_clamped_and_shown_as_text(open_page, path):
+def test_a_hostile_address_is_limited_and_shown_as_text(open_page, path):
     attack, script = "<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>"
     numbers = "d=1e99&n=abc&q=-5&k=NaN&seed=0.2&step=99"
     page = open_page(path, f"#rule={attack}&{numbers}&scores={script}&{attack}=1&__proto__=2&%ZZ=%")
@@ -442,11 +400,8 @@ def test_a_hostile_address_is_clamped_and_shown_as_text(open_page, path):
     assert all(math.isfinite(number) for number in column(page, "unscaled").values())
 
 
-# For everybody
-
-
 @pytest.mark.slow
-def test_the_keyboard_alone_reaches_and_moves_everything(open_page, path):
+def test_every_control_has_a_name_and_works_by_keyboard(open_page, path):
     page = open_page(path, "#rule=yarn")
     page.evaluate("document.getElementById('more').open = true")
     show_answers(page)
@@ -454,6 +409,9 @@ def test_the_keyboard_alone_reaches_and_moves_everything(open_page, path):
     seen = """[...document.querySelectorAll('input, select, button, a, summary')].filter(each => each.offsetParent)
               .map(each => each.id || each.textContent.trim() || each.value)"""
     expected = set(page.evaluate(seen)) - {"unscaled", "inverse_dim", "temperature"}  # one group: arrows move in it
+    unnamed = """[...document.querySelectorAll("input, select, button")].filter(each => !(
+      each.labels?.length || each.matches("[aria-labelledby], [aria-label]") || each.textContent.trim()))"""
+    assert page.evaluate(f"{unnamed}.map(each => each.id)") == []
     page.evaluate("document.activeElement.blur()")
     reached = set()
     for _ in range(120):
@@ -469,18 +427,8 @@ def test_the_keyboard_alone_reaches_and_moves_everything(open_page, path):
     assert expected - reached == set()
 
 
-@pytest.mark.slow
-def test_every_control_has_a_name(page):
-    unnamed = page.evaluate(
-        """[...document.querySelectorAll("input, select, button")].filter(each =>
-           !(each.labels?.length || each.getAttribute("aria-labelledby") || each.getAttribute("aria-label")
-             || each.textContent.trim())).map(each => each.id)"""
-    )
-    assert unnamed == []
-
-
 @pytest.mark.parametrize("address", ["#d=1024&n=1048576&third=1&q=10&k=10&step=7&dim=8", "#rule=yarn"])
-def test_on_a_phone_nothing_need_be_scrolled_sideways(open_page, path, address):
+def test_on_a_phone_nothing_is_wider_than_the_window(open_page, path, address):
     address += "&scores=" + "-123.456," * 48
     page = open_page(path, address, viewport=PHONE, is_mobile=True, has_touch=True)
     show_answers(page)
@@ -494,41 +442,6 @@ def test_on_a_phone_nothing_need_be_scrolled_sideways(open_page, path, address):
            }).map(each => each.outerHTML.slice(0, 80))"""
     )
     assert cut == []
-
-
-@pytest.mark.slow
-def test_printed_it_fits_the_paper_without_its_buttons(open_page, path):
-    page = open_page(path, "#third=1", color_scheme="dark")
-    page.emulate_media(media="print")
-    page.set_viewport_size(A4)
-    assert sideways(page) == 0
-    assert not page.locator("button:visible, input[type=range]:visible").count()
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(28, 30, 38)"
-
-
-CONTRAST = """() => {
-  const channel = v => (v /= 255, v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-  const light = colour => {
-    const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(channel);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ground = each => {
-    const colour = getComputedStyle(each).backgroundColor;
-    return colour.endsWith(", 0)") ? ground(each.parentElement) : colour;
-  };
-  const text = "h1, h2, h3, p, dt, output, label, legend, button:not([aria-disabled=true]), td, th, code";
-  return Math.min(...[...document.querySelectorAll(text)].map(each => {
-    const [more, less] = [light(getComputedStyle(each).color), light(ground(each))].sort((a, b) => b - a);
-    return (more + 0.05) / (less + 0.05);
-  }));
-}"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_its_ground(open_page, path, scheme):
-    assert open_page(path, color_scheme=scheme).evaluate(CONTRAST) > 4.5  # WCAG AA
 
 
 @pytest.mark.slow
@@ -563,12 +476,3 @@ def test_the_page_is_one_file_of_less_than_3_mb_that_runs_by_its_hash_alone(path
     weights = text.index('<script type="text/plain" id="model-weights">')
     rest = text[:weights] + text[text.index("</script>", weights) :]
     assert "http" not in rest.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
-
-
-@pytest.mark.slow
-def test_the_picture_in_the_readme_is_of_this_page(browser, tmp_path):
-    runpy.run_path(str(ROOT / "docs/pictures/pages.py"))["explore"](browser, tmp_path)
-    made, shown = (tmp_path / "explore.png").read_bytes(), (ROOT / "docs/pictures/explore.png").read_bytes()
-    assert len(shown) < 300_000
-    width, height = struct.unpack(">II", shown[16:24])
-    assert struct.unpack(">II", made[16:24]) == pytest.approx((width, height), rel=0.1)  # fonts differ

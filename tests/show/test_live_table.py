@@ -1,4 +1,4 @@
-"""The live table on a terminal, beside progress bars and whatever else a training loop writes there."""
+"""The live table in a terminal, beside progress bars and other output of a training loop."""
 
 import re
 import sys
@@ -18,12 +18,11 @@ from tests.terminal import PLAIN, Terminal
 
 tqdm = pytest.importorskip("tqdm").tqdm
 ALARM = Finding("blocks.0", 1, "exploding", "warning", "The largest score is 15.", 15.0, 10.0, "Clip.")
-TABLE = ["layer", "blocks.0", "blocks.1"]  # how its lines begin, below the title
 
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Where standard output and error go inside `with`: pytest has them for itself before."""
+    """Return a terminal that replaces standard output and error inside `with`."""
     for name, value in PLAIN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
@@ -32,7 +31,7 @@ def terminal(monkeypatch):
 
 @pytest.fixture
 def table():
-    """A table as a monitor feeds it; `table(step)` hands it a record."""
+    """Return `table(step, *alarms)`, which draws a record as a monitor does."""
     sink = None
 
     def draw(step, *alarms):
@@ -50,69 +49,47 @@ def bar(steps, name, **more):
     return tqdm(range(steps), desc=name, mininterval=0, miniters=1, **more)
 
 
-def begins(lines):
-    """The first words of lines that are not blank; a bar by its name and how far it is."""
-    words = [re.sub(r"^(\w+): +(\d+)%.*", r"\1 \2", line) for line in lines if line.strip()]
-    return [re.sub(r"^(step \d+) · loss 2\.5$|^(layer|blocks\.\d) .*", r"\1\2", line) for line in words]
-
-
-def standing(step):
-    """How the lines of a table begin; the second line of its headings begins with blanks."""
-    return [f"step {step}", *TABLE]
-
-
 def shown(terminal):
-    return [line for line in begins(terminal.lines()) if not line.startswith(" ")]
+    """Return how the lines begin, without the second line of headings; a bar as its name and percentage."""
+    words = [re.sub(r"^(\w+): +(\d+)%.*", r"\1 \2", line) for line in terminal.lines() if line.strip()]
+    starts = [re.sub(r"^(step \d+) · loss 2\.5$|^(layer|blocks\.\d) .*", r"\1\2", line) for line in words]
+    return [line for line in starts if not line.startswith(" ")]
 
 
-def test_above_bars_of_tqdm_a_table_is_printed_at_every_sampled_step(terminal, table):
+def drawn(step):
+    return [f"step {step}", "layer", "blocks.0", "blocks.1"]
+
+
+def test_above_tqdm_bars_a_table_with_its_alarms_is_printed_at_every_sampled_step(terminal, table):
     with terminal:
         for _ in bar(1, "outer"):
             for step in bar(4, "inner", leave=False):
                 if step % 2 == 0:
-                    table(step)
-        assert shown(terminal) == [*standing(0), *standing(2), "outer 100"]
+                    table(step, *[ALARM] * (step == 2))
+        lines = [*drawn(0), *drawn(2), "warning: blocks.0, head 1: The largest score is 15.", "outer 100"]
+        assert shown(terminal) == lines
         table.close()
         print("the end")
-        assert shown(terminal) == [*standing(0), *standing(2), "outer 100", "the end"]
+        assert shown(terminal) == [*lines, "the end"]
 
 
-def test_alarms_stand_below_the_table(terminal, table):
-    with terminal:
-        for step in bar(2, "steps"):
-            table(step, *[ALARM] * (step == 1))
-        lines = shown(terminal)
-        below = lines[lines.index("step 1") :]
-        assert below[:5] == [*standing(1), "warning: blocks.0, head 1: The largest score is 15."]
-        assert below[-1] == "steps 100"
-        table.close()
-
-
-def test_without_bars_one_table_is_redrawn_and_what_is_printed_stands_above_it(terminal, table):
+def test_one_table_is_redrawn_below_printed_lines_until_bars_appear(terminal, table):
     with terminal:
         table(0)
         print("printed")
         table(1)
-        assert shown(terminal) == ["printed", *standing(1)]
-        table.close()
-        print("the end")
-        assert shown(terminal) == ["printed", *standing(1), "the end"]
-
-
-def test_once_bars_come_the_table_is_left_standing_and_printed_from_then_on(terminal, table):
-    with terminal:
-        table(0)
+        assert shown(terminal) == ["printed", *drawn(1)]
         for step in bar(2, "steps"):
-            table(1 + step)
+            table(2 + step)
         lines = shown(terminal)
-        assert lines[lines.index("step 0") :][:4] == standing(0)
-        assert lines[lines.index("step 2") :][:4] == standing(2)
+        assert lines[lines.index("step 1") :][:4] == drawn(1)
+        assert lines[lines.index("step 3") :][:4] == drawn(3)
         assert lines[-1] == "steps 100"
         table.close()
         assert sys.stderr is terminal.file
 
 
-def test_above_bars_of_rich_a_table_stands_at_every_sampled_step(terminal, table, monkeypatch):
+def test_above_rich_bars_a_table_is_printed_at_every_sampled_step(terminal, table, monkeypatch):
     with terminal:
         monkeypatch.setattr(rich, "_console", Console())
         with Progress("{task.description} {task.completed}", auto_refresh=False) as progress:
@@ -120,6 +97,6 @@ def test_above_bars_of_rich_a_table_stands_at_every_sampled_step(terminal, table
             for step in range(2):
                 table(step)
                 progress.update(task, advance=1, refresh=True)
-            assert shown(terminal) == [*standing(0), *standing(1), "steps 2"]
+            assert shown(terminal) == [*drawn(0), *drawn(1), "steps 2"]
         table.close()
-        assert shown(terminal) == [*standing(0), *standing(1), "steps 2"]
+        assert shown(terminal) == [*drawn(0), *drawn(1), "steps 2"]

@@ -1,4 +1,4 @@
-"""A new statistic is one entry of the catalogue and the property that computes it: everything else finds it there."""
+"""A new statistic is one entry of the catalogue and the property that computes it; everything else shows it."""
 
 import json
 import sys
@@ -32,9 +32,7 @@ LAYER = "blocks.0.attention"
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
     monkeypatch.setitem(STATISTICS, "bent", BENT)
-    monkeypatch.setattr(
-        ScoreStats, "bent", property(lambda stats: stats.top1.new_full((len(stats.top1),), 33.0)), raising=False
-    )
+    monkeypatch.setattr(ScoreStats, "bent", property(lambda stats: stats.top1.new_full(stats.top1.shape, 33.0)), False)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     of_scores.cache_clear()
@@ -52,63 +50,55 @@ def record():
     return monitor.last
 
 
-def test_it_is_in_the_dictionary_of_score_stats_and_in_the_table_of_what_was_seen():
+def test_watch_check_and_the_guide_have_it():
     model = small_model()
     with attnscale.watch(model) as seen:
         loss_of(model, batch())
     assert seen.layers[LAYER].stats.to_dict()["bent"] == [33.0] * 3
     heading, first, *_ = str(seen).splitlines()
-    assert heading.split()[-1] == "bent"
-    assert first.split()[-1] == "33"
-
-
-def test_it_is_in_a_record_its_line_and_what_is_read_from_that(record, tmp_path):
-    assert record.layers[LAYER].numbers["bent"] == [33.0] * 3
-    assert record.layers[LAYER].whole("bent") == 33.0
-    sink = JsonLines(tmp_path / "scores.jsonl")
-    sink(record)
-    assert json.loads((tmp_path / "scores.jsonl").read_text(encoding="utf-8"))["layers"][LAYER]["bent"] == [33] * 3
-    assert read_log(tmp_path / "scores.jsonl").records[0].layers[LAYER].numbers["bent"] == [33.0] * 3
-
-
-def test_it_is_in_every_table_of_the_terminal(record, capsys):
-    table = LiveTable()
-    table(record)
-    table.close()
-    show_run(summarise([record]))
-    show_check(checked())
-    live, run, check = (part.splitlines() for part in _tables(capsys.readouterr().out))
-    for lines in (live, run, check):
-        (column,) = [line.index("ness") for line in lines if "ness" in line]
-        assert "33" in [line[column - 2 : column + 4].strip() for line in lines]
-
-
-def _tables(text):
-    """The live table, that of the log, that of the check."""
-    live, rest = text.split("steps 0–0", 1)
-    run, check = rest.split("a model\n", 1)
-    return live, run, check
-
-
-def test_it_is_in_the_json_of_a_check():
+    assert (heading.split()[-1], first.split()[-1]) == ("bent", "33")
     assert checked().to_dict()["layers"][LAYER]["bent"] == 33.0
+    assert "| `bent` | how bent the scores are | 0 to 40 | straight at 0 |" in PARTS["statistics"]()
 
 
-def test_it_is_in_both_reports_as_a_column_a_map_a_curve_and_a_word(record):
+def test_every_table_of_the_terminal_has_it(record, capsys):
+    table = LiveTable()
+    for show in (lambda: (table(record), table.close()), lambda: show_run(summarise([record]))):
+        show()
+        _has_it(capsys.readouterr().out)
+    show_check(checked())
+    _has_it(capsys.readouterr().out)
+
+
+def _has_it(text):
+    lines = text.splitlines()
+    (column,) = [line.index("ness") for line in lines if "ness" in line]
+    assert "33" in [line[column - 2 : column + 4].strip() for line in lines]
+
+
+def test_reports_have_it_as_a_column_a_map_a_curve_and_a_word(record):
     for page in (check_report(checked(rows=7)), run_report("a run", [record])):
         blocks = {section.name: section.blocks for section in page.sections}
         assert BENT.long in [column.heading for column in blocks["layers"][0].columns]
-        figures = [figure for section in page.sections for figure in section.figures]
-        maps = [figure for figure in figures if figure.name == "head-map"]
-        assert maps[0].views[BENT.long].values[0] == [33.0] * 3
-        assert maps[0].views[BENT.long].notice.startswith("The lowest bentness of a head is 33")
-        assert blocks["method"][-1].entries[BENT.long] == BENT.meaning
-    curves = next(figure for figure in figures if figure.name == "run-curves")
-    assert curves.views[BENT.long].series[0].y == [33.0]
+        figures = {figure.name: figure for section in page.sections for figure in section.figures}
+        view = figures["head-map"].views[BENT.long]
+        assert view.values[0] == [33.0] * 3
+        assert view.notice.startswith("The lowest bentness of a head is 33")
+        assert blocks["method"][-1][BENT.long] == BENT.meaning
+    assert figures["run-curves"].views[BENT.long].series[0].y == [33.0]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_it_is_a_curve_of_tensorboard_and_of_wandb(record, tmp_path, monkeypatch):
+def test_records_logs_tensorboard_and_wandb_have_it(record, tmp_path, monkeypatch):
+    assert record.layers[LAYER].numbers["bent"] == [33.0] * 3
+    log = tmp_path / "scores.jsonl"
+    JsonLines(log)(record)
+    assert json.loads(log.read_text(encoding="utf-8"))["layers"][LAYER]["bent"] == [33] * 3
+    assert read_log(log).records[0].layers[LAYER].numbers["bent"] == [33.0] * 3
+    run = WandbRun()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    sink_from("wandb")(record)
+    assert run.finish()[0][f"attnscale_bent/{LAYER}"] == 33.0
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     sink = sink_from(f"tensorboard:{tmp_path}")
     sink(record)
@@ -116,12 +106,3 @@ def test_it_is_a_curve_of_tensorboard_and_of_wandb(record, tmp_path, monkeypatch
     found = events.EventAccumulator(str(tmp_path))
     found.Reload()
     assert found.Scalars(f"attnscale_bent/{LAYER}")[0].value == 33.0
-    run = WandbRun()
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
-    sink_from("wandb")(record)
-    assert run.finish()[0][f"attnscale_bent/{LAYER}"] == 33.0
-
-
-def test_it_is_in_the_guide():
-    row = "| `bent` | how bent the scores are | 0 to 40 | straight at 0 |"
-    assert row in PARTS["statistics"]()

@@ -58,45 +58,35 @@ def results(tmp_path_factory):
     }
 
 
-LINES = {
-    "Audit": "<Audit: Not fine: in 2 of 2 layers, the scores reach the softmax as q·k, without a scale",
-    "Seen": "<Seen: 2 attention layers, 2 calls>",
-    "ScoreStats": "<ScoreStats: 2 heads, 78 rows (every row): spread ",
-    "WhatIf": "<WhatIf: Now the scores spread by ",
-    "Comparison": "<Comparison: ",
-    "Record": "<Record: Step 4, loss 1.5: 2 layers, no new alarm>",
-    "Monitor": "<Monitor: step 5, sampled every 2 steps. Step 4, loss 1.5: 2 layers, no new alarm>",
-    "Log": "<Log: 1 run, 3 records, steps 0 to 4, 0 alarms>",
-    "ClipReport": "<ClipReport: 2 heads clipped to 0.5>",
-}
-COLUMNS = {
-    "Audit": {"layer", "head", "scale_applied", "scale_expected", "spread", "entropy_ratio", "verdict"},
-    "Seen": {"layer", "head", "scale_applied", "scale_expected", "spread", "query_norm", "alignment"},
-    "ScoreStats": {"head", "spread", "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "max"},
-    "WhatIf": {"candidate", "scale", "spread", "entropy_ratio", "max", "output_change"},
-    "Comparison": {"layer", "head", "statistic", "before", "after", "change", "error"},
-    "Record": {"step", "layer", "head", "loss", "scale_applied", "spread", "max", "query_norm"},
-    "Monitor": {"step", "layer", "head", "loss", "scale_applied", "spread", "max", "query_norm"},
-    "Log": {"step", "layer", "head", "loss", "scale_applied", "spread", "max", "query_norm"},
-    "ClipReport": {"layer", "head", "max", "max_bound", "factor"},
+OF_HEADS = {"layer", "head", "scale_applied", "spread", "query_norm"}
+# How the line of each result begins, and names of its data frame.
+RESULTS = {
+    "Audit": ("Not fine: in 2 of 2 layers, the scores reach the softmax as q·k", OF_HEADS | {"verdict"}),
+    "Seen": ("2 attention layers, 2 calls>", OF_HEADS | {"scale_expected", "alignment"}),
+    "ScoreStats": ("2 heads, 78 rows (every row): spread ", {"head", "spread", "entropy", "jacobian_trace", "max"}),
+    "WhatIf": ("Now the scores spread by ", {"candidate", "scale", "spread", "output_change"}),
+    "Comparison": ("", {"layer", "head", "statistic", "before", "after", "change", "error"}),
+    "Record": ("Step 4, loss 1.5: 2 layers, no new alarm>", OF_HEADS | {"step", "loss"}),
+    "Monitor": (
+        "step 5, sampled every 2 steps. Step 4, loss 1.5: 2 layers, no new alarm>",
+        OF_HEADS | {"step", "loss"},
+    ),
+    "Log": ("1 run, 3 records, steps 0 to 4, 0 alarms>", OF_HEADS | {"step", "loss"}),
+    "ClipReport": ("2 heads clipped to 0.5>", {"layer", "head", "max", "max_bound", "factor"}),
 }
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_a_result_is_one_line_and_an_html_table_with_the_verdict_first(results, name):
-    result = results[name]
-    assert repr(result).startswith(LINES[name])
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_is_one_line_an_html_table_with_the_verdict_first_and_a_data_frame(results, name):
+    result, (line, columns) = results[name], RESULTS[name]
+    assert repr(result).startswith(f"<{name}: {line}")
     assert "\n" not in repr(result)
     html = result._repr_html_()
     assert html.index("<b>") < html.index("<table")
     assert not any(word in html for word in ("<script", "src=", "href=", "url("))
-
-
-@pytest.mark.parametrize("name", COLUMNS)
-def test_a_data_frame_has_the_names_of_the_glossary(results, name):
     pytest.importorskip("pandas")
-    frame = results[name].to_pandas()
-    assert set(frame.columns) >= COLUMNS[name]
+    frame = result.to_pandas()
+    assert set(frame.columns) >= columns
     assert len(frame) > 0
 
 
@@ -110,7 +100,7 @@ def test_rows_of_a_data_frame_are_heads(results):
     assert log.groupby("step").size().to_dict() == {0: 6, 2: 6, 4: 6}
 
 
-def test_spread_is_drawn_by_layer_beside_the_critical_spread_and_over_the_steps_of_a_log(results):
+def test_plots_show_the_spread_by_layer_or_a_statistic_over_the_steps_of_a_log(results):
     plt = pytest.importorskip("matplotlib.pyplot")
     plt.switch_backend("Agg")
     try:
@@ -135,7 +125,7 @@ def test_a_package_that_is_missing_is_named(results, package, use, monkeypatch):
         getattr(results["Seen"], use)()
 
 
-def test_names_are_data_and_long_tables_are_cut(results):
+def test_names_are_escaped_and_long_tables_are_cut(results):
     audit = results["Audit"]
     layers = {f"{EVIL}{at}": replace(audit.layers["0"], name=f"{EVIL}{at}") for at in range(MOST_ROWS + 7)}
     html = replace(audit, layers=layers)._repr_html_()
@@ -144,7 +134,7 @@ def test_names_are_data_and_long_tables_are_cut(results):
     assert "And 7 more rows: .to_pandas() has all." in html
 
 
-def test_the_live_table_of_a_notebook_is_one_output_that_is_updated(results, monkeypatch):
+def test_the_live_table_in_a_notebook_updates_one_output(results, monkeypatch):
     shown = []
     cell = SimpleNamespace(update=lambda html: shown.append(("update", html)))
 
@@ -163,6 +153,6 @@ def test_the_live_table_of_a_notebook_is_one_output_that_is_updated(results, mon
     assert "Step 4, loss 1.5" in shown[-1][1]
 
 
-def test_what_helps_nobody_is_not_offered(results):
+def test_dir_lists_public_names_only(results):
     assert dir(results["Seen"]) == ["calls", "layers", "plot", "to_pandas"]
     assert set(dir(attnscale.train)) == set(attnscale.train.__all__)

@@ -1,4 +1,4 @@
-"""What reports say, held to the numbers they are made from."""
+"""Reports as data: their sentences and figures agree with the numbers they are made from."""
 
 import math
 import statistics
@@ -13,22 +13,21 @@ from attnscale.diagnose import audit, diagnose
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.lab.experiment import Curve
 from attnscale.models import CausalTransformer
-from attnscale.show.page import Page, Terms, kind_of
+from attnscale.show.page import Page
 from attnscale.show.report.check import check_report
 from attnscale.show.report.heads import (
     concentrated_heads,
-    critical_spreads,
-    map_of_layers,
+    head_map,
     mapped,
+    record_of,
     score_histograms,
-    spread_of,
+    spreads_of,
 )
 from attnscale.show.report.lab import lab_report
-from attnscale.show.report.run import run_report, twins_report
-from attnscale.train.run import summarise
+from attnscale.show.report.run import twins_report
 from tests.diagnose.layers import layer_of, random_layer
 
-from .reports import EVIL, checked, layers_of, records, result, twins
+from .reports import EVIL, checked, layers_of, result, twins
 
 
 def figure(page: Page, name):
@@ -51,20 +50,23 @@ def test_a_check_has_every_part():
     assert what_if.groups[0][1][0].current
 
 
-def test_what_is_wrong_stands_first_and_where_nothing_is_no_note_does():
+def test_findings_come_first_and_a_healthy_model_has_none():
     page = check_report(checked(scale=1.0))
     assert page.notes[0].code == "unscaled"
     assert page.tone == "error"
     assert (check_report(checked()).tone, check_report(checked()).notes) == ("fine", ())
 
 
-def test_the_map_has_the_statistics_of_every_head():
+def test_the_map_shows_the_statistics_of_every_head_and_their_median():
     found = checked(("a", "b"))
+    page = check_report(found)
+    spreads = [value for layer in found.audit.layers.values() for value in layer.stats.std_within_rows.tolist()]
+    assert f"median over heads is {statistics.median(spreads):.3g}." in figure(page, "head-map").views["spread"].notice
     for statistic in mapped():
-        view = figure(check_report(found), "head-map").views[statistic.long]
+        view = figure(page, "head-map").views[statistic.long]
         for row, layer in zip(view.values, found.audit.layers.values(), strict=True):
             assert row == pytest.approx((statistic.factor * statistic.of(layer.stats)).tolist())
-        assert view.errors is view.bounds is None  # every row was looked at
+        assert view.errors is view.bounds is None  # every row was measured
 
 
 def test_sampled_rows_show_their_errors():
@@ -79,7 +81,7 @@ def test_sampled_rows_show_their_errors():
     assert "no number has a sampling error" in text(check_report(checked()))
 
 
-def test_heads_that_are_far_above_the_others_are_coloured_by_their_logarithm():
+def test_a_head_far_above_the_others_switches_the_colours_to_a_logarithm():
     layers = layers_of(["a", "b", "c"]) | layers_of(["d"], scale=99.0)
     page = check_report(Checked("t", "f", "cpu", None, (), diagnose(layers, trained=False)))
     views = figure(page, "head-map").views
@@ -88,32 +90,32 @@ def test_heads_that_are_far_above_the_others_are_coloured_by_their_logarithm():
     assert views["spread"].low == min(min(row) for row in views["spread"].values)
 
 
-def test_layers_with_fewer_heads_and_heads_that_are_no_number_are_left_blank():
+def test_missing_heads_and_heads_that_are_nan_are_left_blank():
     query, key = torch.randn(1, 2, 7, 5), torch.randn(1, 2, 7, 5)
     key[0, 1, 3] = math.nan
     layers = {"a": layer_of(query, key), **layers_of(["b"])}
-    view = map_of_layers("map", layers).views["spread"]
+    view = head_map("map", {name: record_of(layer) for name, layer in layers.items()}).views["spread"]
     assert view.values[0][1:] == [None, None]
     assert None not in view.values[1]
 
 
-def test_a_histogram_is_that_of_the_widest_head_beside_both_densities():
+def test_a_histogram_shows_the_widest_head_beside_both_densities():
     torch.manual_seed(0)
     layer = random_layer(heads=2, head_dim=64, length=307, scale=3 / 8)
     (view,) = score_histograms("scores", {"a": layer}).views.values()
-    measured, normal = (np.array(series.y) for series in view.series[:2])
-    width = view.series[0].x[1] - view.series[0].x[0]
-    assert measured.sum() * width == pytest.approx(1)
+    histogram, density = view.series[:2]
+    measured, normal = np.array(histogram.y), np.interp(histogram.x, density.x, density.y)
+    assert measured.sum() * (histogram.x[1] - histogram.x[0]) == pytest.approx(1)
     # normal scores: the histogram is the density, within the noise of its bins
     assert np.abs(measured - normal).max() < 0.15 * normal.max()
     assert "spread 3" in view.notice
     assert "would be 1" in view.notice or "would be 0.99" in view.notice  # 1/√d_k of unit-variance components
 
 
-def test_the_critical_spread_is_that_of_the_keys_seen():
+def test_the_critical_spread_counts_the_visible_keys():
     layers = layers_of(["a", "b"], scale=3.0)
     page = check_report(checked(("a", "b"), scale=3.0))
-    spread = spread_of(layers["a"])
+    (spread,) = spreads_of({"a": record_of(layers["a"])})
     assert spread.keys == 12  # of 23 causal rows, on average
     by_layer = figure(page, "critical-spreads").views[""]
     assert by_layer.series[1].y == pytest.approx([math.sqrt(2 * math.log(12))] * 2)
@@ -121,35 +123,7 @@ def test_the_critical_spread_is_that_of_the_keys_seen():
     assert "furthest above it" in by_layer.notice
 
 
-def test_a_log_shows_growth_with_a_forecast_and_its_interval():
-    seen = records()
-    page = run_report("scores.jsonl", seen, summarise(seen, damaged=2))
-    crossing = summarise(seen).layers[1].crossing
-    chart = figure(page, "run-curves").views["largest score"]
-    assert next(iter(figure(page, "run-curves").views)) == "largest score"
-    forecast = next(series for series in chart.series if "forecast" in series.name)
-    assert forecast.x[-1] == 950 + 8 * 50  # eight samples ahead
-    assert forecast.x[0] < crossing.earliest < crossing.step < forecast.x[-1]
-    assert forecast.y[-1] > 1000
-    assert forecast.low[-1] <= forecast.y[-1] <= forecast.high[-1]
-    assert "grows in 1 of 2 layers; fastest in blocks.1.attention" in chart.notice
-    assert "forecast: blocks.1.attention is the first to pass 1,000" in page.verdict
-    assert page.notes[0].code == "exploding"
-    assert "step 750" in page.notes[0].place
-    assert "2 damaged lines" in text(page)
-
-
-def test_a_run_past_every_threshold_is_not_said_to_stand_still():
-    page = run_report("log", records(rate=0.01, alarm=False))
-    assert page.verdict == "0 alarms; the largest score of 1 of 2 layers is past 10,000 and growing."
-
-
-def test_a_single_record_is_a_report_too():
-    page = run_report("log", records(steps=range(1)))
-    assert page.verdict == "0 alarms; no layer's largest score grows by more than its error."
-
-
-def test_an_experiment_shows_what_failed_first_and_all_it_has():
+def test_an_experiment_shows_failed_checks_first_and_all_plots_and_tables():
     page = lab_report(result())
     assert page.verdict == "It grows as d_k, within 0.4%."
     assert page.tone == "warning"
@@ -163,10 +137,10 @@ def test_an_experiment_shows_what_failed_first_and_all_it_has():
     assert figure(page, "plot-0").views["Variance"].x.log
     table = page.sections[2].blocks[0]
     assert [row.cells for row in table.groups[0][1]] == [("1", "normal", "1.012"), ("64", EVIL, "–")]
-    assert kind_of(page.sections[-1].blocks[0]) == "terms"
+    assert page.sections[-1].blocks == ({"seeds": "3", "torch": "2.13"},)
 
 
-def test_the_first_sentence_of_a_conclusion_is_the_verdict_and_predictions_wear_the_colour_of_their_curve():
+def test_the_first_sentence_of_a_conclusion_is_the_verdict_and_predictions_have_the_colour_of_their_curve():
     given = result()
     names = ("4 keys", "16 keys", "4 keys, expected", "16 keys, expected", "1/n")
     curves = tuple(Curve(name, (1.0,), (1.0,), is_theory=index > 1) for index, name in enumerate(names))
@@ -176,26 +150,18 @@ def test_the_first_sentence_of_a_conclusion_is_the_verdict_and_predictions_wear_
     assert [series.tone for series in figure(page, "plot-0").views["Variance"].series] == [0, 1, 0, 1, "ink"]
 
 
-def test_a_run_of_many_layers_shows_some_and_the_range_of_all():
-    names = tuple(f"blocks.{index}.attention" for index in range(31))
-    page = run_report("log", records(names, rate=0.003, alarm=False))
-    chart = figure(page, "run-curves").views["largest score"]
-    assert chart.series[0].name == "all 31 layers, lowest to highest"
-    assert "layer 30" in [series.name for series in chart.series]  # the one that grows
-
-
-def test_twins_have_one_chart_of_both_losses_and_a_table_each():
+def test_two_runs_share_a_chart_of_losses_and_have_a_table_each():
     given = twins()
     page = twins_report(given)
     assert page.lead == given.explanation
     assert [series.name for series in figure(page, "losses").views["loss"].series] == ["scaled", "unscaled"]
-    assert "scaled went from 3 at step 0" in figure(page, "losses").views["loss"].notice
+    assert "scaled: the loss went from 3 at step 0" in figure(page, "losses").views["loss"].notice
     tables = next(section for section in page.sections if section.name == "layers").blocks
     assert [table.caption for table in tables] == ["scaled", "unscaled"]
-    assert [isinstance(block, Terms) for block in page.sections[-1].blocks] == [True, True]
+    assert [isinstance(block, dict) for block in page.sections[-1].blocks] == [True, True]
 
 
-def test_twins_show_which_queries_received_the_gradient():
+def test_two_runs_show_how_queries_share_the_gradient():
     given = twins()
     curves = [
         replace(run, received=((0.0, 0.0), (0.5, share), (1.0, 1.0)))
@@ -207,21 +173,7 @@ def test_twins_show_which_queries_received_the_gradient():
     assert "received" not in [section.name for section in twins_report(given).sections]
 
 
-def test_a_loss_that_becomes_no_number_is_told():
-    given = twins()
-    broken = type(given.runs[0])("broken", ((0, 3.0), (1, math.nan), (2, math.nan)))
-    page = twins_report(type(given)("t", "v", (), (broken,)))
-    assert "was not a number at step 1" in figure(page, "losses").views["loss"].notice
-
-
-def test_the_median_in_a_notice_is_that_of_the_heads():
-    found = checked()
-    notice = figure(check_report(found), "head-map").views["spread"].notice
-    values = [value for layer in found.audit.layers.values() for value in layer.stats.std_within_rows.tolist()]
-    assert f"median over heads is {statistics.median(values):.3g}." in notice
-
-
-def test_concentrated_heads_are_shown_with_what_they_look_at():
+def test_concentrated_heads_are_shown_with_their_weights_and_pattern():
     model = CausalTransformer(17, d_model=32, layers=1, heads=2).eval()
     with torch.no_grad():
         model.blocks[0].attention.query.weight *= 60
@@ -236,10 +188,3 @@ def test_concentrated_heads_are_shown_with_what_they_look_at():
         assert view.rows[-1] == "147–149"
         assert "weight" in view.notice or "content" in view.notice
     assert concentrated_heads("sharp", audit(CausalTransformer(17, 32, 1, 2), torch.zeros(1, 9).long()).layers) is None
-
-
-def test_one_layer_has_its_line_of_the_critical_spread():
-    one = critical_spreads("one", [spread_of(layer) for layer in layers_of(["attention"]).values()]).views[""]
-    lines = [series for series in one.series if series.tone == "ink"]
-    assert lines
-    assert all(list(line.x) == [-0.5, 0.5] and line.y[0] == line.y[1] for line in lines)

@@ -1,12 +1,12 @@
-"""Reports in a real browser: nothing leaves them, names stay names, every switch works, by keyboard too."""
+"""Reports in a real browser: no request, names shown as text, every switch works, also by keyboard."""
 
 import re
-import time
 
 import pytest
 
 from attnscale.checking import Checked
 from attnscale.diagnose import diagnose
+from attnscale.show.explore import explore_page
 from attnscale.show.report import comparison_page, lab_page, report_page, run_page, twins_page
 from tests.browser import A4, PHONE, sideways
 from tests.busy import held_up
@@ -20,12 +20,28 @@ KINDS = {
     "lab": lambda: lab_page(result(EVIL)),
     "twins": lambda: twins_page(twins((EVIL, "b"), names_of_runs=(EVIL, "<b>other</b>"), title=EVIL)),
 }
-DRAWN = "document.documentElement.dataset.drawn"
+# The least ratio of luminance between text and its background.
+CONTRAST = """() => {
+  const channel = v => (v /= 255, v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  const light = colour => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(channel);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = each => {
+    const colour = getComputedStyle(each).backgroundColor;
+    return colour.endsWith(", 0)") ? ground(each.parentElement) : colour;
+  };
+  const text = "h1, h2, h3, p, dt, output, label, legend, button:not([aria-disabled=true]), td, th, code";
+  return Math.min(...[...document.querySelectorAll(text)].map(each => {
+    const [more, less] = [light(getComputedStyle(each).color), light(ground(each))].sort((a, b) => b - a);
+    return (more + 0.05) / (less + 0.05);
+  }));
+}"""
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The path of a report of a kind, made once."""
+    """Return a function that writes a report of a kind once, and returns its path."""
     folder, made = tmp_path_factory.mktemp("reports"), {}
 
     def write(kind, make=None):
@@ -49,17 +65,7 @@ def report(open_page, written):
     return open_report
 
 
-def until(page, expression):
-    """Wait for what a page will be; its policy forbids Playwright to wait for it there."""
-    for _ in range(100):
-        if page.evaluate(expression):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"never true: {expression}")
-
-
 def colours(page, name):
-    """What a map is painted with."""
     return page.evaluate(
         "name => document.getElementById(name).querySelector('.heat image').getAttribute('href')", name
     )
@@ -73,22 +79,10 @@ def test_a_hostile_name_is_text_in_every_kind_of_report(report, kind):
     assert EVIL in page.locator("h1").inner_text() or EVIL in page.locator("main").inner_text()
     drawn = page.locator(".plot text, .plot .legend li").all_text_contents()
     assert any("onerror=alert(1)>" in label for label in drawn)
-    assert not any("&lt;" in label and "b>" not in label for label in drawn)  # escaped once, and shown as it is
     assert page.locator("svg a, svg image[href^='http']").count() == 0
 
 
-def test_a_log_of_one_layer_has_its_loss_and_its_line_of_the_critical_spread(report):
-    page = report("one layer", lambda: run_page("log", records(("blocks.0.attention",))))
-    assert "loss went from 3 at step 0 to 2.05" in page.locator("#learning").inner_text()
-    assert page.locator("#loss-curves .mark").count() == 20
-    assert page.locator("#spread-curves svg .line.dashed").count() == 1
-    line, whole = (page.locator(f"#critical-spread {part}").first.bounding_box() for part in (".line.dashed", "svg"))
-    assert line["width"] > whole["width"] / 2  # across, and not a point
-    names = page.evaluate("[...document.querySelectorAll('[id]')].map((one) => one.id)")
-    assert len(set(names)) == len(names)
-
-
-def test_pointing_at_a_head_reads_it_with_its_error(report):
+def test_pointing_at_a_head_shows_its_value_and_error(report):
     page = report("check")
     page.locator("#head-map .field").hover(position={"x": 5, "y": 5})
     page.wait_for_selector("#head-map .hovertext")
@@ -98,7 +92,7 @@ def test_pointing_at_a_head_reads_it_with_its_error(report):
     assert re.match(re.escape(EVIL) + r", head 0: spread [\d.]+ ± ", page.locator("#head-map-readout").inner_text())
 
 
-def test_every_switch_changes_what_it_should(report):
+def test_every_switch_changes_the_map_and_its_sentence(report):
     page = report("check")
     seen = set()
     for metric in ("spread", "entropy (% of max)", "top-1 weight", "1−Σp²", "largest score"):
@@ -109,7 +103,7 @@ def test_every_switch_changes_what_it_should(report):
 
 
 @pytest.mark.slow
-def test_the_keyboard_reaches_everything_and_works_it(report):
+def test_everything_works_by_keyboard(report):
     page = report("check")
     reached, seen = [], set()
     for _ in range(60):
@@ -139,7 +133,7 @@ def test_the_keyboard_reaches_everything_and_works_it(report):
     assert page.locator("#head-map .frame rect").count() == 2
 
 
-def test_a_report_is_small_and_pointing_at_a_curve_reads_it(report, written):
+def test_a_report_is_small_and_pointing_at_a_curve_shows_its_value(report, written):
     assert written("check").stat().st_size < 1.5e6
     page = report("log")
     page.locator("#run-curves .mark").first.hover(force=True)
@@ -148,7 +142,7 @@ def test_a_report_is_small_and_pointing_at_a_curve_reads_it(report, written):
 
 
 @pytest.mark.slow
-def test_landmarks_and_labels_are_there(report):
+def test_a_report_has_landmarks_and_labels(report):
     page = report("check")
     for role in ("banner", "main", "navigation", "contentinfo"):
         assert page.get_by_role(role).count() == 1, role
@@ -166,9 +160,12 @@ def test_landmarks_and_labels_are_there(report):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_a_phone_the_page_does_not_scroll_sideways_and_figures_fit(report, kind):
+def test_a_report_fits_a_phone_with_its_figures_and_verdicts(report, kind):
     page = report(kind, viewport=PHONE)
     assert sideways(page) == 0
+    for cell in page.locator("td:not(.number):is(.fine, .warning, .error)").all():
+        box = cell.bounding_box()
+        assert box["x"] + box["width"] <= PHONE["width"]
     widths = page.evaluate("[...document.querySelectorAll('.plot svg')].map((svg) => svg.clientWidth)")
     assert widths
     assert max(widths) <= PHONE["width"] - 16
@@ -176,44 +173,29 @@ def test_on_a_phone_the_page_does_not_scroll_sideways_and_figures_fit(report, ki
 
 
 @pytest.mark.slow
-def test_on_a_phone_a_table_keeps_the_verdict_in_sight(report):
-    page = report("check", viewport=PHONE)
-    cells = page.locator("td.fine, td.warning, td.error, td.note")
-    assert cells.count() > 0
-    box = cells.first.bounding_box()
-    assert box["x"] + box["width"] <= PHONE["width"]
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_background(open_page, written, scheme):
+    for kind, make in (("check", None), ("explore", explore_page)):
+        assert open_page(written(kind, make), color_scheme=scheme).evaluate(CONTRAST) > 4.5, kind  # WCAG AA
 
 
 @pytest.mark.slow
-def test_dark_mode_follows_the_system_and_paper_is_white(report):
+def test_dark_mode_follows_the_system_and_printed_pages_are_white(report):
     page = report("check", color_scheme="dark")
-
-    def ink():
-        return page.evaluate("getComputedStyle(document.querySelector('#critical-spreads .tick')).fill")
-
-    def paper():
-        return page.evaluate("getComputedStyle(document.body).backgroundColor")
-
-    assert (ink(), paper()) == ("rgb(162, 169, 184)", "rgb(20, 22, 27)")
+    colours = (
+        "[getComputedStyle(document.querySelector('.tick')).fill, getComputedStyle(document.body).backgroundColor]"
+    )
+    assert page.evaluate(colours) == ["rgb(162, 169, 184)", "rgb(20, 22, 27)"]
     page.emulate_media(media="print")
     page.set_viewport_size(A4)
-    until(page, "getComputedStyle(document.querySelector('#critical-spreads .tick')).fill == 'rgb(93, 99, 112)'")
-    assert paper() == "rgb(255, 255, 255)"
-    assert page.locator("#head-map .heat image").count() == 1
+    page.wait_for_timeout(200)
+    assert page.evaluate(colours) == ["rgb(93, 99, 112)", "rgb(255, 255, 255)"]
     assert page.locator(".skip").is_hidden()
     assert page.locator("nav").is_hidden()
     widths = page.evaluate("[...document.querySelectorAll('.plot svg')].map((svg) => svg.clientWidth)")
     assert max(widths) <= A4["width"]
     page.emulate_media(media="screen", color_scheme="light")
-    until(page, "getComputedStyle(document.body).backgroundColor == 'rgb(251, 251, 250)'")
-    assert ink() == "rgb(93, 99, 112)"
-
-
-@pytest.mark.slow
-def test_a_report_prints_to_pages(report):
-    printed = report("check", color_scheme="dark").pdf(format="A4")
-    assert printed.startswith(b"%PDF")
-    assert 2 <= printed.count(b"/Type /Page\n") + printed.count(b"/Type /Page ") <= 8
+    assert page.evaluate(colours) == ["rgb(93, 99, 112)", "rgb(251, 251, 250)"]
 
 
 def large():
@@ -227,14 +209,9 @@ def large():
 @pytest.mark.slow
 def test_a_hundred_layers_of_128_heads_open_in_two_seconds_and_take_less_than_7_mb(report, written):
     assert written("large", large).stat().st_size < 7e6
-    taken = []
-    while not taken or (min(taken) >= 2000 and len(taken) < 6):  # milliseconds; other work may hold the machine up
-        time.sleep(0.5 * bool(taken))
-        busy = held_up()
-        page = report("large")
-        taken.append(float(page.evaluate(DRAWN)) / max(busy, held_up()))
-        shape = page.evaluate("FIGURES['head-map'][0].values.map((row) => row.length)")
-        assert shape == [128] * 100
-        assert page.locator("#head-map .heat image").count() == 1
-        page.close()
-    assert min(taken) < 2000, taken
+    busy = held_up()
+    page = report("large")
+    taken = float(page.evaluate("document.documentElement.dataset.drawn")) / max(busy, held_up())
+    assert page.evaluate("FIGURES['head-map'][0].values.map((row) => row.length)") == [128] * 100
+    assert page.locator("#head-map .heat image").count() == 1
+    assert taken < 2000  # milliseconds

@@ -73,11 +73,11 @@ def measure_case(case: Case, device: str, progress: Callable[[str], None] = lamb
                 raise
             continue  # the backend does not support this case, or the matrix does not fit
         ways[name] = clocks(step, device)
-    timed = {
-        way: _compare({name: found[way] for name, found in ways.items() if way in found}) for way in (CALLS, GRAPH)
-    }
-    hosts = {name: found[HOST]() * 1e3 if HOST in found else None for name, found in ways.items()}
-    costs = [Cost(case, name, timed[CALLS][name], timed[GRAPH].get(name), memory[name], hosts[name]) for name in ways]
+    called, captured = (
+        _compare({name: own[way] for name, own in ways.items() if way in own}) for way in (CALLS, GRAPH)
+    )
+    hosts = {name: own[HOST]() * 1e3 if HOST in own else None for name, own in ways.items()}
+    costs = [Cost(case, name, called[name], captured.get(name), memory[name], hosts[name]) for name in ways]
     return sorted(costs, key=lambda cost: (cost.graph or cost.calls).ratio != 1.0)
 
 
@@ -90,11 +90,9 @@ def _compare(timers: dict[str, Clock]) -> dict[str, Timing]:
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in timers if name != base}
     for turn in range(ROUNDS):
         for name, readings in pairs.items():
-            if turn % 2:
-                own, reference = timers[name](), timers[base]()
-            else:
-                reference, own = timers[base](), timers[name]()
-            readings.append((own, reference))
+            first, second = (name, base) if turn % 2 else (base, name)
+            taken = {first: timers[first](), second: timers[second]()}
+            readings.append((taken[name], taken[base]))
     references = [reference for readings in pairs.values() for _, reference in readings] or [timers[base]()]
     compared = {base: Timing(statistics.median(references), 1.0, (1.0, 1.0))}
     for name, readings in pairs.items():
@@ -103,21 +101,14 @@ def _compare(timers: dict[str, Clock]) -> dict[str, Timing]:
     return compared
 
 
-def machine(device: str) -> dict[str, Any]:
-    """Describe the machine for the timings."""
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-    if device == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
-    return found | {"system": f"{platform.system()} {platform.machine()}"}
-
-
 def to_dict(costs: Sequence[Cost], device: str) -> dict[str, Any]:
-    """Return the timings and the machine as a dict for JSON."""
-    return {"machine": machine(device), "device": device, "costs": [asdict(cost) for cost in costs]}
+    """Return the timings and a description of the machine as a dict for JSON."""
+    machine: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    machine["threads"] = torch.get_num_threads()
+    if device == "cuda":
+        machine |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
+    machine["system"] = f"{platform.system()} {platform.machine()}"
+    return {"machine": machine, "device": device, "costs": [asdict(cost) for cost in costs]}
 
 
 def _step(forward: Callable[..., Tensor], inputs: list[Tensor], backward: bool) -> None:
@@ -166,23 +157,19 @@ def _captured(step: Step, steps: int) -> torch.cuda.CUDAGraph | None:
     return graph
 
 
-def _wall(step: Step) -> float:
+def _wall(step: Step, times: int = 1) -> float:
     start = time.perf_counter()
-    step()
-    return (time.perf_counter() - start) * 1e3
+    for _ in range(times):
+        step()
+    return (time.perf_counter() - start) * 1e3 / times
 
 
 def _host(step: Step) -> float:
     """Time a call until it returns, on an idle GPU; the minimum of five rounds."""
-
-    def repeat() -> None:
-        for _ in range(QUEUED):
-            step()
-
     found = []
     for _ in range(5):
         torch.cuda.synchronize()
-        found.append(_wall(repeat) / QUEUED)
+        found.append(_wall(step, QUEUED))
     torch.cuda.synchronize()
     return min(found)
 

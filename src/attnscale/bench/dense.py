@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,12 +56,8 @@ CPU = tuple((1, 8, 8, length, length, 64, "float32") for length in (512, 1024, 4
 FLEX = Case(4, 16, 16, 4096, 4096, 128, False, False, "bfloat16")  # one case: compiling is slow
 LARGEST_MATRIX = 2**31  # number of scores up to which eager code runs; it needs six float32 matrices of this size
 
-
-class Variant(NamedTuple):
-    """Function for a case, with its query, key and value."""
-
-    forward: Callable[..., Tensor]
-    inputs: list[Tensor]
+# Function for a case, with its query, key and value.
+Variant = tuple[Callable[..., Tensor], list[Tensor]]
 
 
 def backend_name(backend: SDPBackend) -> str:
@@ -84,28 +80,21 @@ def cases(device: str, quick: bool) -> list[Case]:
 
 def variants(case: Case, device: str) -> dict[str, Variant]:
     """Return the variants of a case by name."""
-    dtype = getattr(torch, case.dtype)
     shapes = [(case.heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len)]
-    inputs = [
-        torch.randn(case.batch, *shape, case.head_dim, device=device, dtype=dtype, requires_grad=case.backward)
-        for shape in shapes
-    ]
-    return {name: Variant(forward, inputs) for name, forward in _functions(case, device).items()}
-
-
-def _functions(case: Case, device: str) -> dict[str, Callable[..., Tensor]]:
-    plain = {f"{PLAIN}, {backend_name(backend)}": partial(sdpa, backend, case) for backend in BACKENDS[device]}
-    ours = {
-        f"{OURS}, every row": partial(_ours, case, None),
-        f"{OURS}, {SAMPLED_ROWS} rows": partial(_ours, case, SAMPLED_ROWS),
+    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, case.dtype), "requires_grad": case.backward}
+    inputs = [torch.randn(case.batch, *shape, case.head_dim, **options) for shape in shapes]
+    shared = {"is_causal": case.is_causal, "enable_gqa": case.heads != case.kv_heads}
+    functions: dict[str, Callable[..., Tensor]] = {
+        **{f"{PLAIN}, {backend_name(backend)}": partial(sdpa, backend, case) for backend in BACKENDS[device]},
+        f"{OURS}, every row": measured(attention_with_stats, **shared),
+        f"{OURS}, {SAMPLED_ROWS} rows": measured(attention_with_stats, rows=SAMPLED_ROWS, **shared),
     }
-    others: dict[str, Callable[..., Tensor]] = {}
     whole = case.batch * case.heads * case.q_len * case.kv_len
     if not case.backward and whole <= LARGEST_MATRIX:  # the backward pass needs too much memory
-        others["eager with statistics"] = partial(_eager, case.is_causal)
+        functions["eager with statistics"] = partial(_eager, case.is_causal)
     if device == "cuda" and case == FLEX:
-        others["FlexAttention, lse and max"] = _flex()
-    return plain | ours | others
+        functions["FlexAttention, lse and max"] = _flex()
+    return {name: (forward, inputs) for name, forward in functions.items()}
 
 
 def sdpa(backend: SDPBackend, case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -116,16 +105,19 @@ def sdpa(backend: SDPBackend, case: Case, query: Tensor, key: Tensor, value: Ten
         )
 
 
-def _ours(case: Case, rows: int | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    output, stats = attention_with_stats(
-        query, key, value, is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads, rows=rows
-    )
-    read(stats)
-    return output
+def measured(function: Callable[..., tuple[Tensor, ScoreStats]], **options: Any) -> Callable[..., Tensor]:
+    """Return a function that also computes every statistic as a tensor on the device, as eager code does."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output, stats = function(query, key, value, **options)
+        read(stats)
+        return output
+
+    return forward
 
 
 def read(stats: ScoreStats) -> None:
-    """Compute every statistic as a tensor on the device, as eager code does."""
+    """Compute every statistic."""
     for name in of_scores():
         getattr(stats, name)
 

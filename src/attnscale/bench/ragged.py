@@ -4,14 +4,14 @@ The sequences of the plain batch have a length that gives about as many scores.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.bench.dense import BACKENDS, OURS, PLAIN, SAMPLED_ROWS, Case, Variant, backend_name, read, sdpa
+from attnscale.bench.dense import BACKENDS, OURS, PLAIN, SAMPLED_ROWS, Case, Variant, backend_name, measured, sdpa
 from attnscale.measure import attention_varlen_with_stats, attention_with_stats
 from attnscale.operator import attention_varlen
 
@@ -38,65 +38,34 @@ def _lengths(count: int, longest: int) -> tuple[int, ...]:
 
 
 def variants(case: Case, device: str) -> dict[str, Variant]:
-    """Return the variants of a case by name, for packed tokens or a plain batch."""
+    """Return the variants of a case by name, on packed tokens or on a plain batch."""
     draw = partial(torch.randn, device=device, dtype=getattr(torch, case.dtype), requires_grad=case.backward)
     total, scores = sum(case.lengths), sum(length**2 for length in case.lengths)
-    alike = round(scores / total)
-    even = [draw(math.ceil(total / alike), case.heads, alike, case.head_dim) for _ in range(3)]
-    wide = [draw(case.batch, case.heads, case.q_len, case.head_dim) for _ in range(3)]
+    equal = round(scores / total)  # as many tokens and scores, in sequences of equal length
+    plain = [draw(math.ceil(total / equal), case.heads, equal, case.head_dim) for _ in range(3)]
+    padded = [draw(case.batch, case.heads, case.q_len, case.head_dim) for _ in range(3)]
     packed = [draw(total, case.heads, case.head_dim) for _ in range(3)]
-    plain = {
-        f"{PLAIN}, as many tokens, {backend_name(backend)}": Variant(partial(sdpa, backend, case), even)
+    starts = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    nested = _nested(starts, packed)
+
+    causal: dict[str, Any] = {"is_causal": case.is_causal}
+    varlen: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": case.q_len, "max_seqlen_k": case.q_len} | causal
+    found: dict[str, Variant] = {
+        f"{PLAIN}, as many tokens, {backend_name(backend)}": (partial(sdpa, backend, case), plain)
         for backend in BACKENDS[device]
     }
-    starts = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-    by_token = {name: Variant(forward, packed) for name, forward in _of_packed(case, starts).items()}
-    nested = _nested(starts, packed)
-    by_sequence = {name: Variant(forward, nested) for name, forward in _of_nested(case, device).items()}
-    padded = {"padded, with a mask": Variant(partial(_padded, _mask(case, device)), wide)}
-    return plain | by_token | by_sequence | padded
-
-
-def _of_packed(case: Case, starts: Tensor) -> Mapping[str, Callable[..., Tensor]]:
-    ours = {
-        f"{OURS}, packed": partial(_packed, case, starts),
-        f"{OURS}, packed, every row": partial(_packed_with_stats, case, starts, None),
-        f"{OURS}, packed, {SAMPLED_ROWS} rows": partial(_packed_with_stats, case, starts, SAMPLED_ROWS),
-    }
-    return ours | ({"torch's varlen_attn": partial(_varlen_attn, case, starts)} if starts.is_cuda else {})
-
-
-def _of_nested(case: Case, device: str) -> Mapping[str, Callable[..., Tensor]]:
-    ours = {
-        f"{OURS}, jagged, every row": partial(_jagged_with_stats, case, None),
-        f"{OURS}, jagged, {SAMPLED_ROWS} rows": partial(_jagged_with_stats, case, SAMPLED_ROWS),
-    }  # not on a CPU, where torch's SDPA of nested tensors is 14 times slower
-    return ours | ({"torch's SDPA, jagged": partial(_jagged, case)} if device == "cuda" else {})
-
-
-def _packed(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return attention_varlen(query, key, value, starts, None, case.q_len, case.q_len, is_causal=case.is_causal)
-
-
-def _packed_with_stats(
-    case: Case, starts: Tensor, rows: int | None, query: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
-    longest, causal = case.q_len, case.is_causal
-    output, stats = attention_varlen_with_stats(
-        query, key, value, starts, None, longest, longest, is_causal=causal, rows=rows
-    )
-    read(stats)
-    return output
-
-
-def _jagged_with_stats(case: Case, rows: int | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    output, stats = attention_with_stats(query, key, value, is_causal=case.is_causal, rows=rows)
-    read(stats)
-    return output
-
-
-def _jagged(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, is_causal=case.is_causal)
+    found[f"{OURS}, packed"] = partial(attention_varlen, **varlen), packed
+    sampled = {"every row": None, f"{SAMPLED_ROWS} rows": SAMPLED_ROWS}
+    for name, rows in sampled.items():
+        found[f"{OURS}, packed, {name}"] = measured(attention_varlen_with_stats, rows=rows, **varlen), packed
+    if device == "cuda":
+        found["torch's varlen_attn"] = partial(_varlen_attn, case, starts), packed
+    for name, rows in sampled.items():
+        found[f"{OURS}, jagged, {name}"] = measured(attention_with_stats, rows=rows, **causal), nested
+    if device == "cuda":  # on a CPU, torch's SDPA of nested tensors is 14 times slower
+        found["torch's SDPA, jagged"] = partial(F.scaled_dot_product_attention, **causal), nested
+    found["padded, with a mask"] = partial(F.scaled_dot_product_attention, attn_mask=_mask(case, device)), padded
+    return found
 
 
 def _varlen_attn(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -106,10 +75,6 @@ def _varlen_attn(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: 
     output = varlen_attn(query, key, value, starts, starts, case.q_len, case.q_len, window_size=window)
     assert isinstance(output, Tensor)  # varlen_attn returns a tuple only with lse
     return output
-
-
-def _padded(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, mask)
 
 
 def _mask(case: Case, device: str) -> Tensor:

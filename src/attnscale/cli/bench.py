@@ -8,6 +8,7 @@ import typer
 from attnscale.cli.arguments import progress, require_writable
 from attnscale.cli.output import AsJson, print_json
 from attnscale.files import write_whole
+from attnscale.plain import json_text
 
 
 def bench(
@@ -21,13 +22,12 @@ def bench(
 ) -> None:
     """Time attention with and without statistics, and print the ratios to plain SDPA.
 
-    Compares plain SDPA on each backend that works, FlexAttention with lse and max, eager attention with the same
+    Compared are plain SDPA on each backend that works, FlexAttention with lse and max, eager attention with the same
     statistics, and attnscale with all rows and with sampled rows. Ragged batches (packed, jagged and padded) are
     compared with a plain batch of as many tokens. The lines below the tables explain each column.
 
     Example: attnscale bench --device cpu --quick
     """
-    import json as writer
     import logging
     from functools import partial
 
@@ -35,7 +35,7 @@ def bench(
 
     from attnscale.bench import KINDS, cases, measure_case, to_dict
     from attnscale.errors import SettingError
-    from attnscale.show.costs import show_costs
+    from attnscale.show.listings import show_costs
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
@@ -55,4 +55,4 @@ def bench(
     else:
         show_costs(figures["costs"])
     if out is not None:  # last, so that the timings are printed even if this fails
-        write_whole(out, writer.dumps(figures, indent=1) + "\n")
+        write_whole(out, json_text(figures) + "\n")

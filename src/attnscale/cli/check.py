@@ -2,19 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from attnscale.cli import arguments
-from attnscale.cli.output import AsJson, print_json, print_message
+from attnscale.cli.output import AsJson, end, print_json, print_message, say
 from attnscale.files import write_whole
-
-if TYPE_CHECKING:
-    from attnscale.checking import Checked
-    from attnscale.comparing import Comparison
-
-NOTHING_JUDGED = "No attention layer was checked, so the exit status is 2."
 
 
 def check(
@@ -62,10 +56,10 @@ def check(
     of the same norms, expected scale · |q| · |k| / √d_k; the scale that was applied; the entropy of the weights as a
     share of its maximum; the largest weight of a row; the share of rows that give one key more than 0.99; and 1 − Σp².
 
-    Code that comes with a model is never run: no remote code, and only pickles of plain tensors. Nothing is fetched
-    without --download. The exit status is 1 if a finding is an error, and 2 if no attention was found. With --against
-    it is 1 if there is a new warning or error, or if a head got worse by more than its error: a wider spread, less
-    entropy or a smaller 1 − Σp².
+    Code that comes with a model is never run: remote code is ignored, and only pickles of plain tensors are loaded.
+    Nothing is fetched without --download. The exit status is 1 if a finding is an error, and 2 if no attention was
+    found. With --against it is 1 if there is a new warning or error, or if a head got worse by more than its error: a
+    wider spread, less entropy or a smaller 1 − Σp².
 
     Example: attnscale check path/to/model --html report.html
     """
@@ -94,25 +88,21 @@ def check(
             write_whole(html, report_page(checked))
     for note in checked.notes:
         print_message(note)
-    _show(checked, comparison, json)
-    if html is not None:
-        print_message(f"The report is in {html}.")
-    if not checked.lines or (comparison is not None and not comparison.heads):
-        print_message(NOTHING_JUDGED if not checked.lines else "No layer was compared, so the exit status is 2.")
-        raise typer.Exit(2)
-    is_bad = checked.has_errors if comparison is None else bool(comparison.worse)
-    raise typer.Exit(1 if is_bad else 0)
-
-
-def _show(checked: "Checked", comparison: "Comparison | None", json: bool) -> None:
     if json:
         print_json(checked.to_dict() | ({} if comparison is None else {"comparison": comparison.to_dict()}))
-        return
-    from attnscale.show.check import show_check
+    else:
+        from attnscale.show.check import show_check, show_comparison
 
-    show_check(checked)
-    if comparison is not None:
-        from attnscale.show.check import show_comparison
-
-        typer.echo()
-        show_comparison(comparison)
+        show_check(checked)
+        if comparison is not None:
+            say("")
+            show_comparison(comparison)
+    if html is not None:
+        print_message(f"The report is in {html}.")
+    if not checked.lines:
+        end(2, "No attention layer was checked, so the exit status is 2.")
+    if comparison is None:
+        end(int(checked.has_errors))
+    if not comparison.heads:
+        end(2, "No layer was compared, so the exit status is 2.")
+    end(int(bool(comparison.worse)))

@@ -35,7 +35,7 @@ def claims(
     if (ids or verdict) and record:
         raise SettingError("Expected --record without ids and --verdict: it records the verdicts of all claims.")
     if index:
-        from attnscale.show.ledger import show_index
+        from attnscale.show.listings import show_index
 
         print_json([asdict(worked) for worked in INDEX]) if json else show_index()
         return
@@ -47,7 +47,7 @@ def claims(
     if json:
         print_json([asdict(claim) for claim in shown])
     else:
-        from attnscale.show.ledger import show_ledger
+        from attnscale.show.listings import show_ledger
 
         show_ledger(shown)
     differences = changed(everything, whole=not ids)

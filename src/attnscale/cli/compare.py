@@ -5,21 +5,20 @@ from typing import Annotated
 import typer
 
 from attnscale.cli import arguments
-from attnscale.cli.output import AsJson, print_json, print_message
+from attnscale.cli.output import AsJson, end, print_json, print_message
 from attnscale.errors import SettingError
 from attnscale.files import write_whole
 
 SIDE = (
-    "a model as `attnscale check` takes it, or the word bundled; a saved check (check --save); or a log of a run, "
+    "a model as in `attnscale check`, or the word bundled; a saved check (check --save); or the log of a run, "
     "LOG.jsonl or LOG.jsonl#RUN."
 )
-Tolerance = Annotated[float, typer.Option(help="Ignore smaller changes (relative; absolute for shares).")]
 
 
 def compare(
-    a: Annotated[str, typer.Argument(help=f"The first: {SIDE}", show_default=False)],
+    a: Annotated[str, typer.Argument(help=f"First side: {SIDE}", show_default=False)],
     b: Annotated[
-        str | None, typer.Argument(help="The second, of any of these kinds; not with --backends.", show_default=False)
+        str | None, typer.Argument(help="Second side, of any of these kinds; not with --backends.", show_default=False)
     ] = None,
     backends: Annotated[
         str | None,
@@ -36,20 +35,20 @@ def compare(
     device: arguments.Device = "cpu",
     model_type: arguments.ModelType = None,
     base: arguments.Base = None,
-    tolerance: Tolerance = 0.01,
+    tolerance: Annotated[float, typer.Option(help="Ignore smaller changes (relative; absolute for shares).")] = 0.01,
     json: AsJson = False,
 ) -> None:
     """List the heads that changed from A to B: spread, scale, norms, alignment, entropy and gradient.
 
-    Runs models on eight sequences, or on those of --data; the error of a change comes from the differences between
-    sequences. Lists heads whose change is larger than its error, corrected for the number of heads and statistics:
-    for two samples of one model, it lists none. Heads with the same weights, whose inputs changed, are listed
-    separately. Shows new and resolved findings. The exit status is 0 whatever changed, and 2 if the two have no layer
-    in common; use `attnscale check --against` in a build.
+    Models run on eight sequences, or on those of --data; the error of a change is estimated from the differences
+    between sequences. A head is listed if its change is larger than its error, corrected for the number of heads and
+    statistics: for two samples of one model, none is listed. Heads whose weights are equal, and whose inputs changed,
+    are listed separately. New and resolved findings are shown. The exit status is 0 whatever changed, and 2 if the two
+    have no layer in common. To fail a build, use `attnscale check --against`.
 
-    With --backends, runs one model on one batch: shows scale, soft-cap, visible keys, sinks and output of each layer
-    under each implementation, and the differences from the first. The exit status is 1 if a layer differs, and 2 if
-    fewer than two of them could run.
+    With --backends, one model runs on one batch with each implementation. For each layer, the scale, soft-cap, visible
+    keys, sinks and output are shown, with their differences from the first implementation. The exit status is 1 if a
+    layer differs, and 2 if fewer than two implementations could run.
 
     Example: attnscale compare before/ after/ --html changes.html
     """
@@ -84,6 +83,5 @@ def compare(
     if html is not None:
         print_message(f"The report is in {html}.")
     if not found.is_compared:
-        print_message("No layer was compared, so the exit status is 2.")
-        raise typer.Exit(2)
-    raise typer.Exit(int(isinstance(found, BackendComparison) and found.first is not None))
+        end(2, "No layer was compared, so the exit status is 2.")
+    end(int(isinstance(found, BackendComparison) and found.first is not None))

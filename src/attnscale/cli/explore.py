@@ -24,8 +24,9 @@ def explore(
 ) -> None:
     """Write an interactive page on scores, their scale and their softmax, and open it in the browser.
 
-    It is one self-contained file: no server, no network. Drag d_k and compare scales side by side; follow the story in
-    six steps; run a trained model with and without its scale. The address of the page contains its settings.
+    The page is one self-contained file that needs no server and no network. Drag d_k and compare scales side by side,
+    follow the explanation in six steps, run a trained model with and without its scale, and play two recorded training
+    runs. The address of the page contains its settings.
 
     Example: attnscale explore --out why.html --no-open
     """

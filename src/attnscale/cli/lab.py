@@ -43,8 +43,9 @@ def lab(
 ) -> None:
     """Run an experiment: tables, plots, checks, and a conclusion computed from the numbers.
 
-    Each cell of the grid is saved in one file in OUT/cells, named by its configuration. Saved cells are not run again,
-    so the same command resumes an interrupted sweep. Numbers depend only on the seeds, not on the executor.
+    An experiment is a grid of cells. Each cell is saved in one file in OUT/cells, named by its configuration. Saved
+    cells are not run again, so the same command resumes an interrupted run. Numbers depend only on the seeds, not on
+    the executor.
 
     Example: attnscale lab divisors --quick
     """
@@ -73,26 +74,20 @@ def lab(
     from attnscale.lab.executors import executor_for
     from attnscale.lab.sweep import sweep
 
-    cells, finished = out / "cells", [0, 0]
+    cells, tasks = out / "cells", None if executor == "pool" else jobs
+    done = total = 0
     with progress() as report, executor_for(executor, jobs) as pool:
 
-        def show(done: int, total: int) -> None:
-            finished[:] = done, total
+        def show(*counts: int) -> None:
+            nonlocal done, total
+            done, total = counts
             report(f"{name}: {done} of {total} cells", done, total)
 
         try:
-            result = sweep(
-                EXPERIMENTS[name],
-                cells,
-                pool,
-                quick=quick,
-                seeds=seeds,
-                device=device,
-                tasks=None if executor == "pool" else jobs,
-                progress=show,
-            )
+            experiment = EXPERIMENTS[name]
+            result = sweep(experiment, cells, pool, quick=quick, seeds=seeds, device=device, tasks=tasks, progress=show)
         except KeyboardInterrupt:
-            print_message(f"Stopped. {finished[0]} of {finished[1]} cells are saved in {cells}; rerun to resume.")
+            print_message(f"Stopped. {done} of {total} cells are saved in {cells}; run the same command to resume.")
             raise
     from attnscale.show.report import lab_page
 

@@ -3,15 +3,14 @@
 import errno
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from attnscale.plain import json_text, printable
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def say(text: str) -> None:
@@ -27,6 +26,13 @@ def print_json(value: object) -> None:
 def print_message(sentence: object) -> None:
     """Print one sentence on stderr."""
     print(f"attnscale: {printable(str(sentence))}", file=sys.stderr, flush=True)
+
+
+def end(status: int, sentence: str = "") -> NoReturn:
+    """End the command with a status, after a sentence on stderr."""
+    if sentence:
+        print_message(sentence)
+    raise typer.Exit(status)
 
 
 class OutputError(Exception):
@@ -50,23 +56,19 @@ class CheckedOutput:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._checked():
-            return int(self._stream.write(text))
+        self._attempt("write", text)
+        return len(text)
 
     def flush(self) -> None:
-        with self._checked():
-            self._stream.flush()
+        self._attempt("flush")
 
-    @contextmanager
-    def _checked(self) -> Iterator[None]:
+    def _attempt(self, method: str, *arguments: str) -> None:
         try:
             if self._stream is None:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            yield
+            getattr(self._stream, method)(*arguments)
         except OSError as error:
             # Discard the rest of the output: Python would try again at exit, and print an error.
-            with suppress(OSError, ValueError, AttributeError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
+            with suppress(OSError, ValueError, AttributeError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
             raise OutputError(error) from None

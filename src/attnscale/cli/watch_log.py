@@ -1,12 +1,12 @@
 """`attnscale watch-log`: show a recorded training run."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from attnscale.cli.arguments import Html, require_report
-from attnscale.cli.output import AsJson, print_json, print_message
+from attnscale.cli.output import AsJson, end, print_json, print_message
 from attnscale.files import write_whole
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ def watch_log(
 ) -> None:
     """Show a recorded training run: growth of the largest score by layer, alarms, and a forecast.
 
-    For each layer: the largest score in the first and in the last record, its growth over the latest records (a robust
-    fit to its logarithm), and the next of 100, 1,000 and 10,000 if it will be passed soon. Each cause of an alarm is
-    shown once, with its layers and steps. If the log has several runs, they are listed and one is shown. Damaged lines
-    are counted, and the first of them is shown. The exit status is 1 if an alarm is an error.
+    For each layer, the table has the largest score in the first and in the last record, its growth over the latest
+    records (a robust fit to its logarithm), and the next of 100, 1,000 and 10,000 if it will be passed soon. Each cause
+    of an alarm is shown once, with its layers and steps. If the log has several runs, they are listed and one is shown.
+    Damaged lines are counted, and the first three are shown. The exit status is 1 if an alarm is an error.
 
     Example: attnscale watch-log scores.jsonl --html report.html
     """
@@ -42,7 +42,7 @@ def watch_log(
     if follow and (html is not None or json):
         raise SettingError("Expected --follow without --html and --json: it redraws a table until Ctrl-C.")
     if follow:
-        raise typer.Exit(int(_follow(file, run).run.worst == "error"))
+        _follow(file, run)
     require_report(html)
     found = survey(file, run)
     if html is not None:
@@ -55,7 +55,7 @@ def watch_log(
         _show(found)
     if html is not None:
         print_message(f"The report is in {html}.")
-    raise typer.Exit(int(found.run.worst == "error"))
+    end(int(found.run.worst == "error"))
 
 
 def _show(found: "Survey") -> None:
@@ -65,8 +65,8 @@ def _show(found: "Survey") -> None:
     show_run(found.run)
 
 
-def _follow(file: Path, run: str | None) -> "Survey":
-    """Redraw the run whenever its log changes, until Ctrl-C; return the last state shown."""
+def _follow(file: Path, run: str | None) -> NoReturn:
+    """Redraw the run whenever its log changes, until Ctrl-C."""
     import time
 
     from rich.console import Console
@@ -74,17 +74,17 @@ def _follow(file: Path, run: str | None) -> "Survey":
     from attnscale.train.log import log_files
     from attnscale.train.run import survey
 
-    def size() -> int:
-        return sum(each.stat().st_size for each in log_files(file) if each.exists())
+    def sizes() -> list[int]:
+        return [each.stat().st_size for each in log_files(file) if each.exists()] if file.exists() else []
 
-    last_size, found = size() if file.exists() else 0, survey(file, run)
+    last, found = sizes(), survey(file, run)
     try:
         _show(found)
         while True:
             time.sleep(POLL)
-            if size() != last_size:
-                last_size, found = size(), survey(file, run)
+            if sizes() != last:
+                last, found = sizes(), survey(file, run)
                 Console().clear()
                 _show(found)
     except KeyboardInterrupt:
-        return found
+        end(int(found.run.worst == "error"))

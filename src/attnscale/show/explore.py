@@ -16,40 +16,32 @@ from attnscale.errors import SettingError
 from attnscale.lab.training import attentions_of
 from attnscale.models import load_bundled
 from attnscale.rules.listing import catalogue
-from attnscale.show.page import code, data, environment, policy, source
+from attnscale.show.page import fill, read_templates
 from attnscale.theory import Initialisation
 from attnscale.theory.gaussian import FROZEN, UNIFORM_BELOW
 from attnscale.theory.limits import CRITICAL_MARGIN, DILUTED_SPREAD
 
 SCRIPTS = (
     "draw.js",
-    *(
-        f"explore/{name}.js"
-        for name in (
-            "numerics",
-            "settings",
-            "view",
-            "panels",
-            "gradient",
-            "proof",
-            "model",
-            "recorded",
-            "story",
-            "controls",
-        )
-    ),
+    "explore/numerics.js",
+    "explore/settings.js",
+    "explore/panels.js",
+    "explore/gradient.js",
+    "explore/model.js",
+    "explore/controls.js",
 )
+STYLES = ("base.css", "explore/page.css")
 RECORDED = "explore/recorded.json"  # made by `python scripts/record_results.py`
-THIRD = (
-    "inverse_dim",
-    "mup",
-    "temperature",
-    "log_length",
-    "yarn",
-    "calibrated",
-)  # rules for the third column; settings.js implements each
-STEPS = ("what a score is", "why it spreads", "what softmax does", "what can be learned", "why √dₖ and not dₖ",
-         "when it is not enough")  # fmt: skip
+# rules for the third column; settings.js implements each
+THIRD = ("inverse_dim", "mup", "temperature", "log_length", "yarn", "calibrated")
+STEPS = (
+    "what a score is",
+    "why it spreads",
+    "what softmax does",
+    "what can be learned",
+    "why √dₖ and not dₖ",
+    "when it is not enough",
+)
 INITIALISATIONS = {
     "Xavier": ("xavier", 1),
     "GPT-2, N(0, 0.02²), width 768": ("normal:0.02", 1),
@@ -105,56 +97,62 @@ def require_view(view: str) -> None:
     for part in filter(None, view.split("&")):
         name, _, value = part.partition("=")
         value = unquote(value)
-        if name not in (*numbers, "rule", *TEXTS):
+        if name in numbers:
+            _require_number(numbers[name], value)
+        elif name == "rule" and value not in THIRD:
+            raise SettingError(f"Unknown rule {value!r} in --view. Expected one of: {', '.join(THIRD)}.")
+        elif name not in ("rule", *TEXTS):
             known = ", ".join((*numbers, "rule", *TEXTS))
             raise SettingError(f"Unknown setting {name!r} in --view. Expected one of: {known}.")
-        if name == "rule" and value not in THIRD:
-            raise SettingError(f"Unknown rule {value!r} in --view. Expected one of: {', '.join(THIRD)}.")
-        if name in numbers:
-            low, high = numbers[name].low, numbers[name].high
-            try:
-                is_fine = low <= float(value) <= high
-            except ValueError:
-                is_fine = False
-            if not is_fine:
-                raise SettingError(f"Expected a number from {low:,} to {high:,} for {name} in --view, got {value!r}.")
+
+
+def _require_number(control: Control, text: str) -> None:
+    try:
+        if control.low <= float(text) <= control.high:
+            return
+    except ValueError:
+        pass
+    expected = f"Expected a number from {control.low:,} to {control.high:,} for {control.name} in --view"
+    raise SettingError(f"{expected}, got {text!r}.")
 
 
 def explore_page() -> str:
     """Return the page as a string. It sends no request, and treats everything in its address as text."""
-    templates = environment()
-    script = code(source(templates, *SCRIPTS))
-    shape, weights = _model()
-    limits = {"diluted": DILUTED_SPREAD, "margin": CRITICAL_MARGIN, "frozen": FROZEN, "uniform": UNIFORM_BELOW}
-    recorded = json.loads(source(templates, RECORDED))
-    controls, others = ([asdict(control) for control in group] for group in (CONTROLS, OTHERS))
-    settings = {"controls": controls, "others": others, "limits": limits, "model": shape, "recorded": recorded}
-    return templates.get_template("explore/page.html.j2").render(
-        controls=CONTROLS,
-        presets=presets(),
-        steps=STEPS,
-        initialisations=_initialisations(),
-        most_bytes=MOST_BYTES,
-        rules={rule.name: rule.formula for rule in catalogue() if rule.name in THIRD},
-        recorded=recorded,
-        data=data(settings),
-        weights=weights,
-        policy=policy(script),
-        style=Markup(source(templates, "base.css", "explore/page.css")),
-        script=script,
-        version=__version__,
-    )
+    shape, weights = _bundled_model()
+    recorded = json.loads(read_templates(RECORDED))
+    data = {
+        "controls": list(map(asdict, CONTROLS)),
+        "others": list(map(asdict, OTHERS)),
+        "limits": {"diluted": DILUTED_SPREAD, "margin": CRITICAL_MARGIN, "frozen": FROZEN, "uniform": UNIFORM_BELOW},
+        "model": shape,
+        "recorded": recorded,
+    }
+    parts = {
+        "controls": CONTROLS,
+        "presets": presets(),
+        "steps": STEPS,
+        "initialisations": _initialisations(),
+        "most_bytes": MOST_BYTES,
+        "rules": {rule.name: rule.formula for rule in catalogue() if rule.name in THIRD},
+        "recorded": recorded,
+        "weights": weights,
+        "version": __version__,
+    }
+    return fill("explore/page.html.j2", "Why √dₖ? · attnscale explore", STYLES, SCRIPTS, data, parts)
 
 
-def _model() -> tuple[dict[str, Any], Markup]:
+def _bundled_model() -> tuple[dict[str, Any], Markup]:
     """Return the bundled model: its shape with the order of its tensors, and its float16 weights in base64."""
     model, _ = load_bundled()
     tensors = {name: tensor.half() for name, tensor in model.state_dict().items()}
     attention = attentions_of(model)[0]
     shape = {
-        "vocabulary": model.head.out_features, "d_model": model.head.in_features, "layers": len(model.blocks),
-        "heads": attention.heads, "head_dim": attention.head_dim,
-    }  # fmt: skip
+        "vocabulary": model.head.out_features,
+        "d_model": model.head.in_features,
+        "layers": len(model.blocks),
+        "heads": attention.heads,
+        "head_dim": attention.head_dim,
+    }
     sizes = [[name, tensor.numel()] for name, tensor in tensors.items()]
     written = b"".join(tensor.numpy().astype("<f2").tobytes() for tensor in tensors.values())
     return {"shape": shape, "tensors": sizes, "most_bytes": MOST_BYTES}, Markup(base64.b64encode(written).decode())

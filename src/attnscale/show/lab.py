@@ -4,11 +4,11 @@ import statistics
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.table import Table as Grid
 from rich.text import Text
 
 from attnscale.lab.demo import Twins, TwinTraining
 from attnscale.lab.experiment import Experiment, Result
+from attnscale.plain import printable_lines, readable
 from attnscale.show.tables import lab_table, table_of
 from attnscale.show.terminal import print_table, say
 
@@ -19,15 +19,7 @@ EVERY = 20  # steps between two lines of the demo
 def show_experiments(experiments: Iterable[Experiment]) -> None:
     """Print a table of the experiments."""
     console = Console()
-    rows = [
-        (
-            one.name,
-            one.question,
-            f"{len(one.cells()):,}",
-            f"{one.core_minutes:{'.2g' if one.core_minutes < 10 else '.0f'}}",
-        )
-        for one in experiments
-    ]
+    rows = ((one.name, one.question, f"{len(one.cells()):,}", readable(one.core_minutes, 2)) for one in experiments)
     print_table(table_of(("experiment", "question", "cells", "minutes\non a core"), rows, text=(0, 1)), console)
     console.print()
     say("Run one with 'attnscale lab NAME', or a small version of it with --quick.", console)
@@ -41,13 +33,11 @@ def show_result(result: Result) -> None:
         console.print()
         say(table.title, console, "italic")
         print_table(lab_table(table), console)
-    checks = Grid(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    console.print()
     for check in result.checks:
         word, style = {True: ("pass", "green"), False: ("fail", "red"), None: ("undecided", "yellow")}[check.holds]
         evidence = "" if check.holds else f": {check.evidence}"
-        checks.add_row(Text(word, style=style), Text(f"{check.statement}{evidence}"))
-    console.print()
-    console.print(checks)
+        console.print(Text.assemble((word, style), printable_lines(f" {check.statement}{evidence}")))
     console.print()
     say(result.conclusion, console)
     if (margin := result.settings.get("±")) is not None:

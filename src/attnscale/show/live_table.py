@@ -43,14 +43,14 @@ class LiveTable:
         if _is_in_notebook():
             self._show_in_notebook(record)
             return
-        table, bars = self._drawn(record), bars_on_terminal()
-        if bars or is_live(get_console()):
+        table = self._drawn(record)
+        if bars := bars_on_terminal():
             self.close()
-        if bars:
             with self._console.capture() as drawn:
                 self._console.print(table)
             bars[0].write(drawn.get(), file=sys.stdout, end="")
         elif is_live(get_console()):
+            self.close()
             get_console().print(table)
         else:
             if self._live is None:
@@ -74,11 +74,9 @@ class LiveTable:
 
     def _drawn(self, record: Record) -> Group:
         ((_, grid),) = grids(record_table(record), self._console.width)
-        alarms = [
-            f"{group.first.severity}: {place(group)}: {group.first.message}"
-            for group in grouped(record.alarms[::-1])[:SHOWN_ALARMS]
-        ]
-        return Group(Text(_title(record)), grid, *(Text(printable(sentence)) for sentence in alarms))
+        groups = grouped(record.alarms[::-1])[:SHOWN_ALARMS]
+        alarms = (f"{group.first.severity}: {place(group)}: {group.first.message}" for group in groups)
+        return Group(Text(_title(record)), grid, *(Text(printable(alarm)) for alarm in alarms))
 
 
 def bars_on_terminal() -> list[Any]:

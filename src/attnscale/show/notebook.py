@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import singledispatch
+from functools import partial, singledispatch
 from html import escape
 from importlib import import_module
 from itertools import repeat
 from typing import Any
+
+from torch import Tensor
 
 from attnscale.acting.clip import ClipReport
 from attnscale.checking import Checked
@@ -42,7 +44,6 @@ LIVE, SEEN = in_place(Place.LIVE), in_place(Place.SEEN)
 class View:
     """View of a result: a verdict, a table, notes, the rows of a data frame, and a plot."""
 
-    kind: str
     verdict: str
     table: Table
     records: Fields
@@ -50,21 +51,11 @@ class View:
     notes: Iterable[str] = ()
     draw: Callable[[Any, str, float], None] | None = None
 
-    @staticmethod
-    def of(result: object) -> "View":
-        """Return the view of a result."""
-        return view_of(result)
-
-    @property
-    def line(self) -> str:
-        """One-line summary for repr()."""
-        return f"<{self.kind}: {printable(self.verdict.rstrip('.'))}>"
-
     def html(self) -> str:
         """Return the verdict, the table and the notes as HTML. Names are escaped."""
         columns, rows = self.table.columns, self.table.rows
         head = "".join(_cell("th", column.heading, column) for column in columns)
-        body = "".join(f"<tr>{''.join(_cells(columns, row))}</tr>" for row in rows[:MOST_ROWS])
+        body = "".join(map(partial(_row, columns), rows[:MOST_ROWS]))
         more = [f"And {len(rows) - MOST_ROWS:,} more rows: .to_pandas() has all."] if len(rows) > MOST_ROWS else []
         notes = "".join(f"<p style='margin:.3em 0'>{_safe(note)}</p>" for note in (*more, *self.notes))
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
@@ -101,7 +92,7 @@ def _(audit: Audit) -> View:
     notes += [*map(str, checked.groups), *padding_note(audit.layers.values()), *audit.unchecked]
     records = (row for layer in audit.layers.values() for row in _judged(layer))
     table = layer_table(checked.lines)
-    return View("Audit", checked.conclusion, table, records, audit.worst or "fine", notes, _layers(audit))
+    return View(checked.conclusion, table, records, audit.worst or "fine", notes, _layers(audit))
 
 
 @view_of.register
@@ -109,11 +100,9 @@ def _(seen: Seen) -> View:
     layers = seen.layers.values()
     found = f"{counted(len(layers), 'attention layer')}, {counted(seen.calls, 'call')}"
     headings = ("layer", "kind", "heads", "d_k", "scale", "expected scale", *(entry.long for entry in SEEN))
-    rows = ([*_facts(layer), *(_cell_of(layer.stats, entry) for entry in SEEN)] for layer in layers)
+    table = table_of(headings, map(_layer_cells, layers), (0, 1))
     records = (row for layer in layers for row in _head_rows(layer))
-    return View(
-        "Seen", found, table_of(headings, rows, (0, 1)), records, notes=padding_note(layers), draw=_layers(seen)
-    )
+    return View(found, table, records, notes=padding_note(layers), draw=_layers(seen))
 
 
 @view_of.register
@@ -124,7 +113,7 @@ def _(stats: ScoreStats) -> View:
     cells = [_cells_of_heads(stats, entry) for entry in shown]
     rows = ([str(head), *(column[head] for column in cells)] for head in range(stats.heads))
     table = table_of(("head", *(entry.long for entry in shown)), rows, ())
-    return View("ScoreStats", verdict, table, _stats_rows(stats))
+    return View(verdict, table, _stats_rows(stats))
 
 
 @view_of.register
@@ -132,9 +121,10 @@ def _(table: WhatIf) -> View:
     now, tried = table.rows[0], counted(len(table.rows) - 1, "candidate")
     spread = f"Now the scores spread by {number(now.spread)}"
     verdict = f"{spread}, entropy {100 * now.entropy_ratio:.1f}% of its maximum; {tried} tried"
-    records = ({"candidate": row.name} | {key: own for key, own in asdict(row).items() if key != "name"}
-               for row in table.rows)  # fmt: skip
-    return View("WhatIf", verdict, what_if_table(table), records)
+    records = [asdict(row) for row in table.rows]
+    for record in records:
+        record["candidate"] = record.pop("name")
+    return View(verdict, what_if_table(table), records)
 
 
 @view_of.register
@@ -150,14 +140,14 @@ def _(comparison: Comparison) -> View:
         for move in head.moves.values()
     )
     tone = "warning" if comparison.worse else "fine"
-    return View("Comparison", comparison.conclusion, table, records, tone, (*notes, *comparison.notes))
+    return View(comparison.conclusion, table, records, tone, (*notes, *comparison.notes))
 
 
 @view_of.register
 def _(comparison: BackendComparison) -> View:
     notes = (*map(str, comparison.differing), *comparison.remarks)
     tone, records = "fine" if comparison.first is None else "warning", map(asdict, comparison.rows)
-    return View("BackendComparison", comparison.conclusion, backend_table(comparison), records, tone, notes)
+    return View(comparison.conclusion, backend_table(comparison), records, tone, notes)
 
 
 @view_of.register
@@ -165,17 +155,14 @@ def _(report: ClipReport) -> View:
     skipped = f", {counted(len(report.left), 'head')} skipped" if report.left else ""
     verdict = f"{counted(len(report.heads), 'head')} clipped to {report.threshold:g}{skipped}"
     headings = ("layer", "head", "largest score", "measured", "at most", "multiplied by", "parameters")
-    rows = (
-        (head.layer, str(head.head), number(head.maximum), head.measured, number(head.bound), number(head.gamma, 4),
-         "; ".join(map(str, head.touched)))
-        for head in report.heads
-    )  # fmt: skip
-    records = (
-        {"layer": head.layer, "head": head.head, "max": head.maximum, "max_bound": head.bound,
-         "measured": head.measured, "factor": head.gamma, "parameters": [one.parameter for one in head.touched]}
-        for head in report.heads
-    )  # fmt: skip
-    return View("ClipReport", verdict, table_of(headings, rows, (0, 3, 6)), records, notes=map(str, report.left))
+    rows, records = [], []
+    for head in report.heads:
+        numbers = number(head.maximum), head.measured, number(head.bound), number(head.gamma, 4)
+        rows.append((head.layer, str(head.head), *numbers, "; ".join(map(str, head.touched))))
+        of_head = {"layer": head.layer, "head": head.head, "max": head.maximum, "max_bound": head.bound}
+        parameters = [one.parameter for one in head.touched]
+        records.append(of_head | {"measured": head.measured, "factor": head.gamma, "parameters": parameters})
+    return View(verdict, table_of(headings, rows, (0, 3, 6)), records, notes=map(str, report.left))
 
 
 @view_of.register
@@ -186,16 +173,16 @@ def _(record: Record) -> View:
     verdict = f"Step {record.step}{loss}: {counted(len(record.layers), 'layer')}, {alarms}"
     keys = [layer.keys or 1.0 for layer in record.layers.values()]
     tone, draw = groups[0].first.severity if groups else "fine", _by_layer(_record_rows(record), keys)
-    return View("Record", verdict, record_table(record), _record_rows(record), tone, map(str, groups), draw)
+    return View(verdict, record_table(record), _record_rows(record), tone, map(str, groups), draw)
 
 
 @view_of.register
 def _(monitor: Monitor) -> View:
     verdict = f"step {monitor.steps}, sampled every {counted(monitor.every, 'step')}"
     if monitor.last is None:
-        return View("Monitor", verdict, table_of((), ()), ())
+        return View(verdict, table_of((), ()), ())
     last = view_of(monitor.last)
-    return replace(last, kind="Monitor", verdict=f"{verdict}. {last.verdict}")
+    return replace(last, verdict=f"{verdict}. {last.verdict}")
 
 
 @view_of.register
@@ -225,7 +212,7 @@ def _(log: Log) -> View:
     fields = (row for record in records for row in _record_rows(record))
     headings, notes = ("step", "loss", *(entry.long for entry in LIVE), "alarms"), ["Latest first; means of layers."]
     table = table_of(headings, rows, (len(headings) - 1,))
-    return View("Log", f"{verdict}, {counted(alarms, 'alarm')}", table, fields, notes=notes, draw=draw)
+    return View(f"{verdict}, {counted(alarms, 'alarm')}", table, fields, notes=notes, draw=draw)
 
 
 def _layers(seen: Audit | Seen) -> Callable[[Any, str, float], None]:
@@ -253,20 +240,18 @@ def _by_layer(rows: Fields, keys: Iterable[float]) -> Callable[[Any, str, float]
     return draw
 
 
-def _stats_rows(stats: ScoreStats) -> Iterator[dict[str, Any]]:
-    known = {name: entry.of(stats).tolist() for name, entry in STATISTICS.items() if entry.attribute is not None}
+def _stats_rows(stats: ScoreStats, **of_heads: Tensor) -> Iterator[dict[str, Any]]:
+    tensors = of_heads | {name: entry.of(stats) for name, entry in STATISTICS.items() if entry.attribute is not None}
+    numbers = {name: values.double().tolist() for name, values in tensors.items()}
     for head in range(stats.heads):
-        yield {"head": head, **{name: values[head] for name, values in known.items()}}
+        yield {"head": head} | {name: values[head] for name, values in numbers.items()}
 
 
 def _head_rows(layer: Layer) -> Iterator[dict[str, Any]]:
-    of_heads = {"scale_applied": layer.scales, "query_norm": layer.query_norm, "key_norm": layer.key_norm}
-    numbers = {name: own.double().tolist() for name, own in (of_heads | {"alignment": layer.alignment}).items()}
-    for row in _stats_rows(layer.stats):
-        head = row.pop("head")
-        place = {"layer": layer.name, "head": head, "kind": layer.kind, "head_dim": layer.head_dim}
-        own = {name: values[head] for name, values in numbers.items()}
-        yield {**place, "scale_expected": layer.scale_expected, **own, **row}
+    of_layer = {"layer": layer.name, "kind": layer.kind, "head_dim": layer.head_dim}
+    of_heads = {"query_norm": layer.query_norm, "key_norm": layer.key_norm, "alignment": layer.alignment}
+    for row in _stats_rows(layer.stats, scale_applied=layer.scales, **of_heads):
+        yield of_layer | {"scale_expected": layer.scale_expected} | row
 
 
 def _judged(layer: Layer) -> Iterator[dict[str, Any]]:
@@ -282,14 +267,11 @@ def _record_rows(record: Record) -> Iterator[dict[str, Any]]:
             yield {**of_step, "layer": name, "head": head, **numbers}
 
 
-def _facts(layer: Layer) -> list[str]:
+def _layer_cells(layer: Layer) -> list[str]:
     heads = str(layer.heads) if layer.heads == layer.kv_heads else f"{layer.heads}/{layer.kv_heads}"
     scales = number(layer.scale_applied), number(layer.scale_expected)
-    return [layer.name, layer.kind, heads, str(layer.head_dim), *scales]
-
-
-def _cell_of(stats: ScoreStats, entry: Statistic) -> str:
-    return formatted(entry, entry.whole(stats), entry.error(stats))
+    numbers = (formatted(entry, entry.whole(layer.stats), entry.error(layer.stats)) for entry in SEEN)
+    return [layer.name, layer.kind, heads, str(layer.head_dim), *scales, *numbers]
 
 
 def _cells_of_heads(stats: ScoreStats, entry: Statistic) -> list[str]:
@@ -299,15 +281,14 @@ def _cells_of_heads(stats: ScoreStats, entry: Statistic) -> list[str]:
     return list(map(formatted, repeat(entry), entry.of(stats).tolist(), errors))
 
 
-def _cells(columns: Sequence[Column], row: Row) -> Iterator[str]:
-    cells = (row.name or row.cells[0], *row.cells[1:])
-    for at, (text, column) in enumerate(zip(cells, columns, strict=True)):
-        yield _cell("td", text, column, COLOURS.get(row.tone, "") if at == len(cells) - 1 else "")
+def _row(columns: Sequence[Column], row: Row) -> str:
+    *cells, last = (row.name or row.cells[0], *row.cells[1:])
+    cells = [_cell("td", text, column) for text, column in zip(cells, columns[:-1], strict=True)]
+    return f"<tr>{''.join(cells)}{_cell('td', last, columns[-1], COLOURS.get(row.tone, 'inherit'))}</tr>"
 
 
-def _cell(tag: str, text: str, column: Column, colour: str = "") -> str:
-    tint = f";color:{colour}" if colour else ""
-    style = f"text-align:{'left' if column.is_text else 'right'};padding:.15em .6em{tint}"
+def _cell(tag: str, text: str, column: Column, colour: str = "inherit") -> str:
+    style = f"text-align:{'left' if column.is_text else 'right'};padding:.15em .6em;color:{colour}"
     return f"<{tag} style='{style}'>{_safe(text)}</{tag}>"
 
 

@@ -1,25 +1,135 @@
-"""Parts of a report, and the code that all pages share. A page fetches nothing, and escapes every name."""
+"""Parts of a report, and the frame that all pages share. A page fetches nothing, and escapes every name.
+
+Figures are data, which templates/ draws. Names come from users and are drawn as text.
+"""
 
 import base64
 import hashlib
 import json
+import math
 import platform
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from importlib import resources
+from typing import Any
 
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from attnscale import __version__
-from attnscale.plain import printable_lines
-from attnscale.show.figures import Figure
+from attnscale.plain import printable_lines, rounded
 from attnscale.show.tables import Table
+from attnscale.show.text import pattern
 
 MATTER = 3  # notes shown; the others are folded
 LONG = 24  # longer tables scroll in their own box
 FEW = 6  # up to here, views are buttons; more become a list
-SCRIPTS = ("draw.js", "report/chart.js", "report/heat.js", "report/page.js")
+SCRIPTS = ("draw.js", "report/heat.js", "report/page.js")
+STYLES = ("base.css", "report/page.css")
+Number = float | int | None
+DIGITS = 4  # significant digits of numbers in the page
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Title and range of an axis; `ticks` names the positions from 0 on."""
+
+    title: str
+    log: bool = False
+    ticks: tuple[str, ...] | None = None
+    range: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Series:
+    """Curve of y against x, with a band from `low` to `high` if both are set; related series share a `tone`."""
+
+    name: str
+    x: Sequence[Number]
+    y: Sequence[Number] = ()  # empty: draw only the band
+    low: Sequence[Number] = ()
+    high: Sequence[Number] = ()
+    tone: int | str = 0  # one of eight colours; "ink" for values that are not measured
+    dashed: bool = False
+    marks: bool = False  # draw a mark at each point
+    points: tuple[str, ...] = ()  # a name for each point
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Series over one pair of axes, and a `notice` that states the main result."""
+
+    series: tuple[Series, ...]
+    x: Axis
+    y: Axis
+    notice: str = ""
+    kind: str = "chart"
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Map of values[row][column], coloured from `low` to `high`; `log` colours by the logarithm."""
+
+    values: Sequence[Sequence[Number]]
+    x: Axis
+    y: Axis
+    unit: str
+    rows: tuple[str, ...]  # full names
+    low: float
+    high: float
+    notice: str = ""
+    log: bool = False
+    diverging: bool = False  # one colour above zero, another below
+    errors: Sequence[Sequence[Number]] | None = None  # standard errors
+    bounds: Sequence[Sequence[Number]] | None = None  # upper bounds, if the values are lower bounds
+    columns: tuple[str, ...] | None = None  # names; None numbers them from 0
+    column: str = "head"
+    kind: str = "heat"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Figure with one view, or with several and a switch between them."""
+
+    name: str
+    views: Mapping[str, Chart | Heat]
+    choose: str = "Show"
+    caption: str = ""
+
+    @property
+    def is_map(self) -> bool:
+        """True if the figure has a map, whose fields can be read with the pointer or the keyboard."""
+        return any(isinstance(view, Heat) for view in self.views.values())
+
+    def to_json(self) -> list[Any]:
+        """Return the views as JSON for the page's script; numbers are rounded, NaN and infinity become None."""
+        return [_plain(view) for view in self.views.values()]
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {name: _plain(own) for name, own in vars(value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(own) for own in value]
+    return rounded(value, DIGITS) if isinstance(value, float) else value
+
+
+def ticks(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a label for each layer: its number if all numbers differ, else its name."""
+    numbers = [pattern(name)[1] for name in names]
+    return tuple(numbers if all(numbers) and len(set(numbers)) == len(names) else names)
+
+
+def known_values(values: Iterable[Number]) -> list[float]:
+    """Return the finite numbers among values."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def mean(values: Iterable[Number]) -> float:
+    """Return the mean of the finite numbers among values; NaN if there are none."""
+    known = known_values(values)
+    return math.fsum(known) / len(known) if known else math.nan
 
 
 @dataclass(frozen=True)
@@ -34,19 +144,13 @@ class Note:
     advice: str = ""
 
 
-@dataclass(frozen=True)
-class Terms:
-    """List of terms with their meanings, or of settings with their values."""
-
-    entries: Mapping[str, str]
-
-
-Block = str | Table | Terms | tuple[Figure, ...]
+# A paragraph, a table, terms with their meanings, or figures that are shown side by side if they fit.
+Block = str | Table | Mapping[str, str] | tuple[Figure, ...]
 
 
 @dataclass(frozen=True)
 class Section:
-    """Heading with its blocks; figures in one tuple are shown side by side if they fit."""
+    """Heading with its blocks."""
 
     name: str
     title: str
@@ -70,61 +174,54 @@ class Page:
     tone: str
     notes: tuple[Note, ...]
     sections: tuple[Section, ...]
-    lead: tuple[str, ...] = field(default=())  # paragraphs under the verdict
+    lead: tuple[str, ...] = ()  # paragraphs under the verdict
+    notes_title: str = "What matters"
 
 
 def render(page: Page) -> str:
-    """Return the page as a string. Only the script with our hash may run, so a name cannot inject one."""
-    templates = environment()
-    script = code(source(templates, *SCRIPTS))
-    return templates.get_template("report/page.html.j2").render(
-        page=page,
-        shown=MATTER,
-        few=FEW,
-        long=LONG,
-        kind_of=kind_of,
-        figures=data({figure.name: figure.to_json() for section in page.sections for figure in section.figures}),
-        policy=policy(script),
-        style=code(source(templates, "base.css", "report/page.css")),
-        script=script,
-        versions=f"attnscale {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+    """Return a report as a string."""
+    figures = {figure.name: figure.to_json() for section in page.sections for figure in section.figures}
+    versions = f"attnscale {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    parts = {"page": page, "shown": MATTER, "few": FEW, "long": LONG, "versions": versions}
+    return fill("report/page.html.j2", f"{page.title} · {page.kind}", STYLES, SCRIPTS, figures, parts)
+
+
+def fill(
+    template: str, title: str, styles: Sequence[str], scripts: Sequence[str], data: object, parts: Mapping[str, Any]
+) -> str:
+    """Return a page as a string: a template with its styles, its scripts, and `data` for these as JSON.
+
+    Only the script with our hash may run, so a name cannot inject one.
+    """
+    templates = Environment(loader=PackageLoader("attnscale.show"), autoescape=True, undefined=StrictUndefined)
+    templates.trim_blocks = templates.lstrip_blocks = True
+    # names may contain characters that reverse the direction of text
+    templates.finalize = lambda value: printable_lines(value) if type(value) is str else value
+    script = read_templates(*scripts)
+    return templates.get_template(template).render(
+        **parts,
+        title=title,
+        style=Markup(read_templates(*styles)),
+        script=Markup(script),
+        policy=_policy(script),
+        data=_json_markup(data),
     )
 
 
-def kind_of(block: Block) -> str:
-    """Return the name by which the template knows the kind of a block."""
-    return {str: "text", Table: "table", Terms: "terms", tuple: "figures"}[type(block)]
+def read_templates(*names: str) -> str:
+    """Return files of templates/, joined."""
+    folder = resources.files("attnscale.show") / "templates"
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
-def environment() -> Environment:
-    """Return the templates' environment; it escapes HTML and unprintable characters in everything but Markup."""
-    made = Environment(loader=PackageLoader("attnscale.show"), autoescape=True, undefined=StrictUndefined)
-    made.trim_blocks = made.lstrip_blocks = True
-    # names may contain characters that reverse the direction of text
-    made.finalize = lambda value: printable_lines(value) if type(value) is str else value
-    return made
-
-
-def source(templates: Environment, *names: str) -> str:
-    """Return the unrendered template files, joined."""
-    assert templates.loader is not None
-    return "\n".join(templates.loader.get_source(templates, name)[0] for name in names)
-
-
-def code(script: str) -> Markup:
-    """Return our own code as it must be written in a script element."""
-    return Markup(script.replace("</script", "<\\/script"))
-
-
-def data(value: object) -> Markup:
+def _json_markup(value: object) -> Markup:
     """Return JSON for a script element, without `<`: the element would end at the first `</script`."""
     written = json.dumps(value, allow_nan=False)
     return Markup(written.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
-def policy(*scripts: str) -> str:
-    """Return a content security policy: fetch nothing, run only these scripts; embedded images are needed for maps."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
-    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
+def _policy(script: str) -> str:
+    """Return a content security policy: fetch nothing, run only this script; embedded images are needed for maps."""
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     own = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; script-src {allowed}; {own}"
+    return f"default-src 'none'; script-src 'sha256-{digest}'; {own}"

@@ -43,15 +43,11 @@ def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
         return
     console = Console()
     say(f"{len(runs)} runs in this log; number {shown.number} is shown, --run NUMBER shows another.", console)
-    rows = [
-        (
-            str(entry.number),
-            entry.name or "–",
-            datetime.fromtimestamp(entry.began, UTC).strftime("%Y-%m-%d %H:%M"),
-            *map(str, (entry.steps[0], entry.steps[-1], entry.records)),
-        )
-        for entry in runs[-LISTED:]
-    ]
+    rows = []
+    for entry in runs[-LISTED:]:
+        began = datetime.fromtimestamp(entry.began, UTC).strftime("%Y-%m-%d %H:%M")
+        steps = map(str, (entry.steps[0], entry.steps[-1], entry.records))
+        rows.append((str(entry.number), entry.name or "–", began, *steps))
     print_table(table_of(("run", "name", "began", "first step", "last step", "records"), rows, text=(1, 2)), console)
     console.print()
 

@@ -1,7 +1,7 @@
 """Tables of results for the terminal, pages and notebooks: headings, cells and colours."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from attnscale.checking import Line
@@ -87,23 +87,12 @@ def layer_table(lines: Sequence[Line], caption: str = "") -> Table:
         Column("verdict", is_text=True),
     )
 
-    def cell(line: Line, entry: Statistic) -> str:
-        return formatted(entry, line.statistics[entry.name], line.errors.get(entry.name, math.nan))
-
-    rows = [
-        Row(
-            (
-                cell(line, spread),
-                number(line.spread_expected),
-                formatted(scale, line.scale_applied),
-                *(cell(line, entry) for entry in others),
-                line.verdict_text,
-            ),
-            line.name,
-            line.severity or "fine",
-        )
-        for line in lines
-    ]
+    rows = []
+    for line in lines:
+        values = line.statistics.items()
+        first, *rest = (formatted(STATISTICS[name], value, line.errors.get(name, math.nan)) for name, value in values)
+        scales = number(line.spread_expected), formatted(scale, line.scale_applied)
+        rows.append(Row((first, *scales, *rest, line.verdict_text), line.name, line.severity or "fine"))
     return by_layer(columns, rows, caption)
 
 
@@ -131,41 +120,41 @@ def backend_table(comparison: BackendComparison) -> Table:
 def run_table(run: Run) -> Table:
     """Return the table of a training run: largest scores, growth, forecast, and statistics of the last record."""
     statistics = in_place(Place.RUN)
-    cells: dict[Column, Callable[[LayerRun], str]] = {
-        Column("first largest score", "max\nfirst"): lambda layer: number(layer.first_max),
-        Column("last largest score", "max\nlast"): lambda layer: number(layer.last_max),
-        Column("latest growth (steps)", "growth\n(steps)"): _factor,
-        **dict(zip(statistic_columns(statistics), map(_last_of, statistics), strict=True)),
-        Column("forecast: largest score at step", "forecast:\nmax at step"): _crossing,
-    }
+    columns = (
+        Column("largest score at start", "max\nfirst"),
+        Column("largest score at end", "max\nlast"),
+        Column("latest growth (steps)", "growth\n(steps)"),
+        *statistic_columns(statistics),
+        Column("forecast: largest score at step", "forecast:\nmax at step"),
+    )
     worst = {layer: raised.group.first.severity for raised in reversed(run.raised) for layer in raised.group.layers}
-    rows = [
-        Row(tuple(cell(layer) for cell in cells.values()), layer.name, worst.get(layer.name, "fine"))
-        for layer in run.layers
-    ]
-    return by_layer(tuple(cells), rows)
+    rows = []
+    for layer in run.layers:
+        maxima = number(layer.first_max), number(layer.last_max), _growth(layer)
+        last = (formatted(entry, layer.numbers.get(entry.name, math.nan)) for entry in statistics)
+        rows.append(Row((*maxima, *last, _forecast(layer)), layer.name, worst.get(layer.name, "fine")))
+    return by_layer(columns, rows)
 
 
-def _last_of(entry: Statistic) -> Callable[[LayerRun], str]:
-    return lambda layer: formatted(entry, layer.numbers.get(entry.name, math.nan))
+def _growth(layer: LayerRun) -> str:
+    return "–" if layer.growth is None else f"× {number(layer.growth.factor)} ({layer.growth.observed:.0f})"
+
+
+def _forecast(layer: LayerRun) -> str:
+    if layer.is_clipped:
+        return "limited by QK-Clip"
+    return "–" if layer.crossing is None else f"{layer.crossing.threshold:,.0f} at {layer.crossing.step:.0f}"
 
 
 def record_table(record: Record) -> Table:
     """Return the table of one sampled training step, with the worst alarm of each layer."""
     statistics = in_place(Place.LIVE)
     worst = {each.layer: each.severity for each in sorted(record.alarms, key=lambda each: severity_rank(each.severity))}
-    rows = [
-        Row(
-            (
-                name,
-                *(formatted(entry, layer.whole(entry.name)) for entry in statistics),
-                worst_code(name, record.alarms) or NO_ALARM,
-            ),
-            name,
-            worst.get(name, ""),
-        )
-        for name, layer in record.layers.items()
-    ]
+    rows = []
+    for name, layer in record.layers.items():
+        numbers = (formatted(entry, layer.whole(entry.name)) for entry in statistics)
+        verdict = worst_code(name, record.alarms) or NO_ALARM
+        rows.append(Row((name, *numbers, verdict), name, worst.get(name, "")))
     columns = (Column("layer", is_text=True), *statistic_columns(statistics), Column("verdict", is_text=True))
     return Table(columns, (("", tuple(rows)),))
 
@@ -178,13 +167,3 @@ def lab_table(table: lab.Table) -> Table:
     )
     digits = [ERROR_DIGITS if heading == "±" else DIGITS for heading in table.columns]
     return Table(columns, (("", tuple(Row(tuple(map(shown, row, digits))) for row in table.rows)),))
-
-
-def _factor(layer: LayerRun) -> str:
-    return "–" if layer.growth is None else f"× {number(layer.growth.factor)} ({layer.growth.observed:.0f})"
-
-
-def _crossing(layer: LayerRun) -> str:
-    if layer.is_clipped:
-        return "limited by QK-Clip"
-    return "–" if layer.crossing is None else f"{layer.crossing.threshold:,.0f} at {layer.crossing.step:.0f}"

@@ -31,22 +31,26 @@ def print_table(table: Table, console: Console) -> None:
     staying = _staying(table, console.width)
     dropped = [column.heading for at, column in enumerate(table.columns) if at not in staying]
     if dropped:
-        say(f"In a wider terminal, and with --json: {', '.join(dropped)}.", console, "dim")
+        say(f"Left out for lack of width: {', '.join(dropped)}. A wider terminal or --json shows them.", console, "dim")
 
 
 def grids(table: Table, width: int) -> Iterator[tuple[str, Grid]]:
     """Yield the title and the grid of each group; a column has the same width in all groups."""
-    staying = _staying(table, width)
-    unbroken = (max([needed, *(len(row.cells[at]) for row in table.rows)]) for at, needed in staying.items())
-    gap = 2 if sum(unbroken) + 2 * len(staying) - 2 <= width else 1
+    widths = _staying(table, width)
+    unbroken = {at: max([needed, *(len(row.cells[at]) for row in table.rows)]) for at, needed in widths.items()}
+    gaps = len(widths) - 1
+    gap = 2 if sum(unbroken.values()) + 2 * gaps <= width else 1
+    for at in widths:  # text takes the space that is left
+        wanted = max([unbroken[at], *map(len, _heading(table.columns[at]))])
+        widths[at] += min(wanted - widths[at], max(0, width - sum(widths.values()) - gap * gaps))
     for title, rows in table.groups:
         grid = Grid(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-        for at, needed in staying.items():
+        for at, own in widths.items():
             column = table.columns[at]
             justify: JustifyMethod = "left" if column.is_text else "right"
-            grid.add_column(column.short or column.heading, justify=justify, min_width=needed, overflow="fold")
+            grid.add_column(column.short or column.heading, justify=justify, width=own, overflow="fold")
         for row in rows:
-            *cells, last = (Text(printable_lines(row.cells[at])) for at in staying)
+            *cells, last = (Text(printable_lines(row.cells[at])) for at in widths)
             grid.add_row(*cells, Text(last.plain, style=STYLES.get(row.tone, "")))
         yield title, grid
 
@@ -63,9 +67,13 @@ def _staying(table: Table, width: int) -> dict[int, int]:
 
 def _width(column: Column, cells: Iterable[str]) -> int:
     """Return the least width that breaks no number, no word and no line of the heading."""
-    heading = (column.short or column.heading).split("\n")
-    words = [word for text in (*heading, *cells) for word in text.split()] if column.is_text else [*heading, *cells]
+    texts = [*_heading(column), *cells]
+    words = [word for text in texts for word in text.split()] if column.is_text else texts
     return max(map(len, words), default=1)
+
+
+def _heading(column: Column) -> list[str]:
+    return (column.short or column.heading).split("\n")
 
 
 def print_group(group: Group, console: Console, before: str = "", after: str = "", advises: bool = True) -> None:

@@ -45,8 +45,8 @@ def with_error(error: float) -> str:
 def shown(value: Any, digits: int = DIGITS) -> str:
     """Return a table cell or the value of a setting as text.
 
-    >>> shown(0.30751), shown(4096), shown(None), shown(1.5e7), shown(True), shown({"torch": "2.13"})
-    ('0.3075', '4,096', '–', '1.5e+07', 'yes', 'torch 2.13')
+    >>> shown(0.30751), shown(4096), shown(None), shown(1.5e7), shown(math.nan), shown(True), shown({"torch": "2.13"})
+    ('0.3075', '4,096', '–', '1.5e+07', '–', 'yes', 'torch 2.13')
     """
     match value:
         case None:

@@ -1,5 +1,6 @@
 """The reports of `attnscale check` and `attnscale compare`."""
 
+import math
 from collections.abc import Iterator
 
 from attnscale.checking import Checked, Group
@@ -9,16 +10,16 @@ from attnscale.comparing.profiles import COMPARED, RATIOS
 from attnscale.comparing.statistic_change import LEVEL
 from attnscale.diagnose.finding import grouped
 from attnscale.measure.statistics import STATISTICS, Place, in_place
-from attnscale.plain import finite
-from attnscale.show.figures import Axis, Figure, Heat, ticks
-from attnscale.show.page import Note, Page, Section, Terms, render
+from attnscale.show.page import Axis, Figure, Heat, Note, Page, Section, render, ticks
 from attnscale.show.report.heads import (
     concentrated_heads,
     critical_spreads,
-    map_of_layers,
+    head_map,
+    padded,
+    record_of,
     sampling_of,
     score_histograms,
-    spread_of,
+    spreads_of,
 )
 from attnscale.show.tables import backend_table, layer_table, what_if_table
 from attnscale.show.text import place
@@ -64,25 +65,27 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
     layers = checked.audit.layers
     footnotes = tuple(f"{word}: {meaning}" for word, meaning in checked.footnotes.items())
     yield Section("layers", "Layer by layer", (layer_table(checked.lines), *footnotes))
-    yield Section("heads", "Head by head", ((map_of_layers("head-map", layers),),))
+    records = {name: record_of(layer) for name, layer in layers.items()}
+    heads = head_map("head-map", records, [layer.stats for layer in layers.values()])
+    yield Section("heads", "Head by head", ((heads,),))
     if (histograms := score_histograms("score-histograms", layers)) is not None:
-        yield Section("scores", "The scores", ((histograms,),))
-    spreads = critical_spreads("critical-spreads", list(map(spread_of, layers.values())))
+        yield Section("scores", "Distribution of the scores", ((histograms,),))
+    spreads = critical_spreads("critical-spreads", spreads_of(records))
     yield Section("critical-spread", "Spread and critical spread", ((spreads,),))
     if (weights := concentrated_heads("sharp-heads", layers)) is not None:
-        text = "The weights of heads beyond the critical spread, in the first sequence. Each row is a query."
-        yield Section("sharp", "Weights of concentrated heads", (text, (weights,)))
+        text = "Weights in the first sequence; each row is a query."
+        yield Section("sharp", "Weights of heads beyond the critical spread", (text, (weights,)))
     if checked.what_if is not None:
         text = (
             f"Computed from the queries, keys and values of {checked.focus} in this forward pass, with its own masks "
-            "and biases. Output change is relative to the norm of the output; a dash means unreadable values."
+            "and biases. Output change is relative to the norm of the output; a dash means no values could be read."
         )
         yield Section("what-if", "The layer under other scales", (text, what_if_table(checked.what_if)))
 
 
-def words_of_models() -> Terms:
+def words_of_models() -> dict[str, str]:
     """Return the glossary of a report on a model."""
-    return Terms(meanings(Place.CHECK | Place.MAP) | OF_MODELS | CRITICAL_SPREAD)
+    return meanings(Place.CHECK | Place.MAP) | OF_MODELS | CRITICAL_SPREAD
 
 
 def meanings(places: Place) -> dict[str, str]:
@@ -94,8 +97,8 @@ def _method(checked: Checked) -> Section:
     rows = "every row of every head" if checked.rows is None else f"{checked.rows} sampled rows of every head"
     state = "trained" if checked.audit.trained else "at initialisation"
     setup = (
-        f"One forward pass on {checked.fed}, on {checked.device}, which measured {rows}. By its norms and biases, "
-        f"the model is {state}."
+        f"One forward pass on {checked.fed}, on {checked.device}, which measured {rows}. Judged by its norms "
+        f"and biases, the model is {state}."
     )
     padding = padding_note(checked.audit.layers.values())
     text = " ".join([setup, *padding, *checked.notes])
@@ -178,17 +181,18 @@ def _heads(comparison: Comparison) -> Section:
 
 def _map(comparison: Comparison, statistic: str) -> Heat:
     names = tuple(dict.fromkeys(head.layer for head in comparison.heads))
-    layers = [[head.moves.get(statistic) for head in comparison.heads if head.layer == name] for name in names]
-    width = max(map(len, layers))
-    moves = [[*layer, *[None] * (width - len(layer))] for layer in layers]
     entry, is_ratio = STATISTICS[statistic], statistic in RATIOS
-    changes = [[None if move is None else finite(entry.factor * move.change) for move in row] for row in moves]
+    changes, errors = [], []
+    for name in names:
+        moves = [head.moves.get(statistic) for head in comparison.heads if head.layer == name]
+        changes.append([math.nan if move is None else entry.factor * move.change for move in moves])
+        errors.append([math.nan if move is None else entry.factor * move.error for move in moves])
     known = [head for head in comparison.heads if statistic in head.moves]
     most = max(known, key=lambda head: head.moves[statistic].size)
     beyond = sum(head.moves[statistic].is_significant for head in known)
     widest = entry.factor * most.moves[statistic].size or 1.0
     return Heat(
-        values=changes,
+        values=padded(changes),
         x=Axis("head"),
         y=Axis("layer", ticks=ticks(names)),
         unit=f"ln(after/before) of {entry.long}" if is_ratio else f"change of {entry.long}",
@@ -201,5 +205,5 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
             f"The {entry.long} changed most in head {most.head} of {most.layer}, {most.moves[statistic].text}; "
             f"it changed by more than its error in {beyond} of {len(known)} heads."
         ),
-        errors=[[None if move is None else finite(entry.factor * move.error) for move in row] for row in moves],
+        errors=padded(errors),
     )

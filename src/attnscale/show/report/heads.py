@@ -12,19 +12,21 @@ from torch.nn.functional import max_pool2d
 
 from attnscale.diagnose.pattern import pattern_of
 from attnscale.diagnose.verdict import Verdict, head_verdicts
+from attnscale.measure import ScoreStats
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
-from attnscale.plain import finite, plain
-from attnscale.show.figures import Axis, Chart, Figure, Heat, Number, Series, known_values, mean, ticks
+from attnscale.plain import plain
+from attnscale.show.page import Axis, Chart, Figure, Heat, Number, Series, known_values, mean, ticks
 from attnscale.show.text import number
 from attnscale.theory.limits import critical_spread
-from attnscale.train.record import Record
+from attnscale.train.record import LayerRecord
 from attnscale.watching import Layer
 
 OUTLIERS = 20.0  # colour by the logarithm if the largest value is this many times the median
 SHOWN = 8  # most heads to show weights of, and layers to show scores of
 SIDE = 64  # most fields along each side of a map of weights
 BINS = 40  # of a histogram
-ROOM = 1.7  # height of the axis over the highest bar; a higher expected density is cut off
+ROOM = 1.7  # height of the axis over the highest bar; a higher expected density is cut off there
+CURVE = 8 * BINS  # points of a density
 Values = Sequence[Sequence[Number]]
 
 
@@ -33,36 +35,33 @@ def mapped() -> list[Statistic]:
     return sorted(in_place(Place.MAP), key=lambda entry: entry.heads == "max")
 
 
-def map_of_layers(name: str, layers: Mapping[str, Layer]) -> Figure:
-    """Return the map of a watched model; sampled rows add standard errors or upper bounds."""
-    stats = [layer.stats for layer in layers.values()]
-    is_exact = all(one.exact for one in stats)
+def record_of(layer: Layer) -> LayerRecord:
+    """Return the statistics of a watched layer in the form of a record."""
+    stats, keys = layer.stats, float(layer.stats.keys.double().nanmean())
+    numbers = {entry.name: entry.of(stats).double().tolist() for entry in mapped()}
+    return LayerRecord(int(stats.rows.sum()), numbers, keys=keys if math.isfinite(keys) else 1.0)
+
+
+def head_map(name: str, records: Mapping[str, LayerRecord], stats: Sequence[ScoreStats] = ()) -> Figure:
+    """Return the map of all heads; if rows were sampled, `stats` of the layers add standard errors or upper bounds."""
     views = {}
     for entry in mapped():
         errors = bounds = None
-        if not is_exact and entry.bounded_by:
-            bounds = [_numbers(entry, STATISTICS[entry.bounded_by].of(one)) for one in stats]
-        elif not is_exact and entry.has_error and entry.attribute is not None:
-            errors = [_numbers(entry, one.stderr(entry.attribute)) for one in stats]
-        values = [_numbers(entry, entry.of(one)) for one in stats]
-        views[entry.long] = _map(entry, tuple(layers), values, errors, bounds)
-    return Figure(name, views, choose="Colour heads by")
-
-
-def map_of_record(name: str, record: Record) -> Figure:
-    """Return the map of one sampled training step."""
-    views = {}
-    for entry in mapped():
-        heads = (layer.numbers.get(entry.name, []) for layer in record.layers.values())
+        if not all(one.exact for one in stats):
+            if entry.bounded_by:
+                bounds = [_numbers(entry, STATISTICS[entry.bounded_by].of(one)) for one in stats]
+            elif entry.has_error and entry.attribute is not None:
+                errors = [_numbers(entry, one.stderr(entry.attribute)) for one in stats]
+        heads = (record.numbers.get(entry.name, []) for record in records.values())
         values = [[entry.factor * value for value in values] for values in heads]
-        views[entry.long] = _map(entry, tuple(record.layers), values)
+        views[entry.long] = _map(entry, tuple(records), values, errors, bounds)
     return Figure(name, views, choose="Colour heads by")
 
 
 def _map(
     entry: Statistic, names: tuple[str, ...], values: Values, errors: Values | None = None, bounds: Values | None = None
 ) -> Heat:
-    values = _padded(values)
+    values = padded(values)
     known = [value for row in values for value in row if value is not None]
     highest = entry.highest and entry.factor * entry.highest
     high = highest or max(known, default=1.0) or 1.0
@@ -77,8 +76,8 @@ def _map(
         high=high,
         log=log,
         notice=_notice(entry, names, values),
-        errors=None if errors is None else _padded(errors),
-        bounds=None if bounds is None else _padded(bounds),
+        errors=None if errors is None else padded(errors),
+        bounds=None if bounds is None else padded(bounds),
     )
 
 
@@ -96,11 +95,13 @@ def _notice(entry: Statistic, names: Sequence[str], values: Values) -> str:
     )
 
 
-def _numbers(entry: Statistic, values: Tensor) -> list[Number]:
-    return list(map(finite, (entry.factor * values.double()).tolist()))
+def _numbers(entry: Statistic, values: Tensor) -> list[float]:
+    found: list[float] = (entry.factor * values.double()).tolist()
+    return found
 
 
-def _padded(values: Values) -> Values:
+def padded(values: Values) -> Values:
+    """Return rows of equal length: None after a short one, and for values that are not finite."""
     width = max(map(len, values), default=0)
     return [[*plain(row), *[None] * (width - len(row))] for row in values]
 
@@ -133,8 +134,9 @@ def _weights(layer: Layer, found: Verdict) -> Heat:
     (queries, keys), (by_query, by_key) = weights.shape, (math.ceil(size / SIDE) for size in weights.shape)
     fields: Tensor = max_pool2d(weights[None, None], (by_query, by_key), ceil_mode=True)[0, 0]
     pattern = pattern_of(layer, found.head)
-    notices = [f"{str(pattern)[:1].upper()}{str(pattern)[1:]}." if pattern is not None else ""]
-    notices += [] if by_query == by_key == 1 else ["Each field shows its largest weight."]
+    notice = "" if pattern is None else f"{str(pattern)[:1].upper()}{str(pattern)[1:]}. "
+    if by_query > 1 or by_key > 1:
+        notice += "Each field of the map shows the largest weight of several queries and keys."
     return Heat(
         values=fields.tolist(),
         x=Axis("key" if by_key == 1 else f"key / {by_key}"),
@@ -145,7 +147,7 @@ def _weights(layer: Layer, found: Verdict) -> Heat:
         column="key",
         low=0.0,
         high=1.0,
-        notice=" ".join(filter(None, notices)),
+        notice=notice,
     )
 
 
@@ -156,21 +158,17 @@ def _spans(size: int, step: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Spread:
-    """Spread of each head of a layer, and the number of keys that its rows see."""
+    """Spread of each head of a layer, and the critical spread for the mean number of keys that its rows see."""
 
     name: str
     heads: list[float]  # finite values only
-    keys: float  # mean number of keys that a row sees
+    keys: float
+    critical: float
 
     @property
     def mean(self) -> float:
         """Mean spread of the heads."""
         return mean(self.heads)
-
-    @property
-    def critical(self) -> float:
-        """Critical spread √(2 ln n) for the mean number of keys."""
-        return critical_spread_over(self.keys)
 
 
 def critical_spread_over(keys: float) -> float:
@@ -178,19 +176,12 @@ def critical_spread_over(keys: float) -> float:
     return critical_spread(max(1, round(keys)))
 
 
-def spread_of(layer: Layer) -> Spread:
-    """Return the spread of a watched layer's heads."""
-    keys = float(layer.stats.keys.double().nanmean())
-    heads = known_values(layer.stats.std_within_rows.double().tolist())
-    return Spread(layer.name, heads, keys if math.isfinite(keys) else 1.0)
-
-
-def spreads_of(record: Record) -> list[Spread]:
-    """Return the spreads of the layers for which the record has the number of keys."""
+def spreads_of(records: Mapping[str, LayerRecord]) -> list[Spread]:
+    """Return the spreads of the layers for which the number of keys is known."""
     return [
-        Spread(name, known_values(layer.numbers["spread"]), layer.keys)
-        for name, layer in record.layers.items()
-        if layer.keys is not None and "spread" in layer.numbers
+        Spread(name, known_values(record.numbers["spread"]), record.keys, critical_spread_over(record.keys))
+        for name, record in records.items()
+        if record.keys is not None and "spread" in record.numbers
     ]
 
 
@@ -199,7 +190,7 @@ def critical_spreads(name: str, spreads: Sequence[Spread]) -> Figure:
     x, names = list(range(len(spreads))), tuple(spread.name for spread in spreads)
     low, high = ([edge(spread.heads, default=None) for spread in spreads] for edge in (min, max))
     means = [spread.mean for spread in spreads]
-    measured = Series("mean of its heads, lowest to highest", x, means, low, high, marks=True, points=names)
+    measured = Series("mean over heads; band: lowest to highest head", x, means, low, high, marks=True, points=names)
     critical = [spread.critical for spread in spreads]
     # a single layer gets a line, because one point would not be visible
     across, line = (x, critical) if len(x) > 1 else ([-0.5, 0.5], [*critical, *critical])
@@ -242,27 +233,22 @@ def _histogram(layer: Layer, head: int) -> Chart | None:
     if len(scores) < BINS or not scores.std() > 0:
         return None
     density, edges = np.histogram(scores, BINS, density=True)
-    middles = (edges[1:] + edges[:-1]) / 2
     expected = abs(layer.scale_expected) * float(layer.query_norm[head] * layer.key_norm[head]) / layer.head_dim**0.5
+    measured, at = density.tolist(), np.linspace(edges[0], edges[-1], CURVE)
+    top = ROOM * max(measured)
 
-    x, measured, top = middles.tolist(), density.tolist(), ROOM * float(density.max())
+    def normal(name: str, spread: float, tone: int | str) -> Series:
+        values = np.exp(-((at / spread) ** 2) / 2) / (spread * math.sqrt(2 * math.pi))
+        return Series(name, at.tolist(), np.where(values <= top, values, np.nan).tolist(), tone=tone, dashed=True)
 
-    def normal(spread: float) -> list[Number]:
-        values = np.exp(-((middles / spread) ** 2) / 2) / (spread * math.sqrt(2 * math.pi))
-        return [float(value) if value <= top else None for value in values]
-
-    series = (
-        Series("scores measured", x, measured, [0.0] * BINS, measured),
-        Series("normal, with the measured spread", x, normal(scores.std()), tone="ink"),
-        *(
-            [Series("normal, with the expected spread", x, normal(expected), tone=1, dashed=True)]
-            if expected > 0
-            else []
-        ),
-    )
+    middles = ((edges[1:] + edges[:-1]) / 2).tolist()
+    series = [Series("scores measured", middles, measured, [0.0] * BINS, measured)]
+    series.append(normal("normal, with the measured spread", scores.std(), "ink"))
+    if expected > 0:
+        series.append(normal("normal, with the expected spread", expected, 1))
     axes = Axis("score minus its row’s mean"), Axis("density", range=(0.0, top))
     notice = (
         f"Head {head} of {layer.name}, which has the widest spread of its layer, in the first sequence: spread "
         f"{number(scores.std())}; for independent queries and keys of the same norms it would be {number(expected)}."
     )
-    return Chart(series, *axes, notice)
+    return Chart(tuple(series), *axes, notice)

@@ -4,8 +4,7 @@ import re
 from dataclasses import replace
 
 from attnscale.lab import experiment as lab
-from attnscale.show.figures import Axis, Chart, Figure, Heat, Series
-from attnscale.show.page import Note, Page, Section, Terms, render
+from attnscale.show.page import Axis, Chart, Figure, Heat, Note, Page, Section, Series, render
 from attnscale.show.tables import lab_table
 from attnscale.show.text import shown
 
@@ -34,7 +33,7 @@ def lab_report(result: lab.Result) -> Page:
         Section(f"table-{index}", table.title, (lab_table(table),)) for index, table in enumerate(result.tables)
     ]
     if result.settings:
-        settings = Terms({name: shown(value) for name, value in result.settings.items()})
+        settings = {name: shown(value) for name, value in result.settings.items()}
         sections.append(Section("method", "How it was measured", (settings,)))
     verdict, *more = SENTENCE_ENDS.split(result.conclusion, maxsplit=1)
     return Page(
@@ -44,6 +43,7 @@ def lab_report(result: lab.Result) -> Page:
         lead=tuple(more),
         tone="fine" if all(check.holds is not False for check in checks) else "warning",
         notes=tuple(map(_note, checks)),
+        notes_title="Checks",
         sections=tuple(sections),
     )
 

@@ -5,19 +5,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from attnscale.checking import Checked
-from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.lab.demo import Twins
 from attnscale.measure.statistics import STATISTICS, Place, Statistic
-from attnscale.show.figures import Axis, Chart, Figure, Series, known_values, legend, mean
-from attnscale.show.page import Page, Section, Terms, render
+from attnscale.plain import counted
+from attnscale.show.page import Axis, Chart, Figure, Page, Section, Series, known_values, mean, render, ticks
 from attnscale.show.report.check import CRITICAL_SPREAD, meanings, note_of, words_of_models
 from attnscale.show.report.heads import (
     critical_spread_over,
     critical_spreads,
-    map_of_layers,
-    map_of_record,
+    head_map,
     mapped,
+    record_of,
     score_histograms,
     spreads_of,
 )
@@ -45,65 +44,59 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
     """Return the report of a run as a Page; pass its summary as `run` if `records` are thinned."""
     run = summarise(records) if run is None else run
     notes = tuple(note_of(one.group, f"{place(one.group)} · {one.when}") for one in run.raised)
-    curves, spreads, verdict = layers_over_run("run-curves", records, run), spreads_of(records[-1]), conclusion(run)
+    last, verdict = records[-1].layers, conclusion(run)
+    curves, spreads = layers_over_run("run-curves", records, run), spreads_of(last)
     sections = [Section("run", "Over the run", ((curves,),))]
-    if (learned := learning("loss-curves", records)) is not None:
+    if (learned := _learning(records)) is not None:
         spread = STATISTICS["spread"].long
         beside = Figure("spread-curves", {spread: curves.views[spread]})
-        sections.append(Section("learning", "Learning, beside the spread", ((learned, beside),)))
+        sections.append(Section("learning", "Loss and spread", ((learned, beside),)))
     sections.append(Section("layers", "Layer by layer", (run_table(run),)))
+    at_end = f"at step {run.last_step}"
     if spreads:
-        title_of = f"Spread and critical spread, at step {run.last_step}"
-        sections.append(Section("lying", title_of, ((critical_spreads("critical-spread", spreads),),)))
-    heads = map_of_record("head-map", records[-1])
-    sections.append(Section("heads", f"Head by head, at step {run.last_step}", ((heads,),)))
-    return Page(
-        kind="attnscale watch-log",
-        title=title,
-        verdict=verdict[:1].upper() + verdict[1:],
-        tone=run.worst or "fine",
-        notes=notes,
-        sections=(*sections, _method(run, records)),
-    )
+        figure = critical_spreads("critical-spread", spreads)
+        sections.append(Section("spreads", f"Spread and critical spread, {at_end}", ((figure,),)))
+    heads = head_map("head-map", last)
+    sections += [Section("heads", f"Head by head, {at_end}", ((heads,),)), _method(run, records)]
+    start = verdict[:1].upper() + verdict[1:]
+    return Page("attnscale watch-log", title, start, run.worst or "fine", notes, tuple(sections))
 
 
 def _method(run: Run, records: Sequence[Record]) -> Section:
     rows = {layer.rows for record in records for layer in record.layers.values()}
     per_layer = f"{min(rows)}" if len(rows) == 1 else f"{min(rows, default=0)} to {max(rows, default=0)}"
-    ranks = max(record.ranks for record in records)
-    sentences = [
+    text = (
         f"{run.records} records of the steps {run.first_step} to {run.last_step}; each measured {per_layer} rows of a "
-        f"layer, counted over all heads, on {ranks} {'rank' if ranks == 1 else 'ranks'}."
-    ]
+        f"layer, counted over all heads, on {counted(max(record.ranks for record in records), 'rank')}."
+    )
     if len(records) < run.records:
-        sentences.append(f"Curves show {len(records)} of the records, including every record with an alarm.")
+        text += f" Curves show {len(records)} of the records, including every record with an alarm."
     if run.damaged:
-        sentences.append(f"{run.damaged} damaged lines were skipped.")
-    bounds = known_values(layer.whole("max_bound") for layer in records[-1].layers.values())
-    if bounds:
-        sentences.append(f"At the last step no score exceeds {max(bounds):.4g}.")
+        text += f" {counted(run.damaged, 'damaged line')} skipped."
+    if bounds := known_values(layer.whole("max_bound") for layer in records[-1].layers.values()):
+        text += f" At the last step no score exceeds {max(bounds):.4g}."
     forecast = (
         "Growth is the slope of a Theil–Sen line through the logarithm of the largest score above its row's mean, over "
         "the latest records. A forecast continues it, damped, for at most eight records and at most half the number "
         "of records. Its band is a 90% interval: from growth that ends now to growth that continues. Growth may end at "
         "any time, so a forecast gives the earliest step at which a threshold may be passed, and no latest step."
     )
-    if not spreads_of(records[-1]):
+    if not spreads_of(records[-1].layers):
         forecast += " These records lack the number of keys per row, so no critical spread is drawn."
     if all(record.loss is None and record.lr is None for record in records):
         forecast += " They contain no loss: pass it as Monitor.step(loss=…, lr=…); the callbacks do this."
-    words = Terms(meanings(Place.RUN | Place.MAP) | CRITICAL_SPREAD)
-    return Section("method", "How it was measured", (" ".join(sentences), forecast, words))
+    words = meanings(Place.RUN | Place.MAP) | CRITICAL_SPREAD
+    return Section("method", "How it was measured", (text, forecast, words))
 
 
-def learning(name: str, records: Sequence[Record]) -> Figure | None:
+def _learning(records: Sequence[Record]) -> Figure | None:
     """Return the figure of the loss and the learning rate; None if the records have neither."""
     courses = {
         "loss": [(record.step, record.loss) for record in records if record.loss is not None],
         "learning rate": [(record.step, record.lr) for record in records if record.lr is not None],
     }
     views = {title: loss_chart(title, {title: course}) for title, course in courses.items() if course}
-    return Figure(name, dict(views)) if views else None
+    return Figure("loss-curves", dict(views)) if views else None
 
 
 def loss_chart(title: str, runs: dict[str, Sequence[tuple[int, float]]]) -> Chart:
@@ -113,7 +106,7 @@ def loss_chart(title: str, runs: dict[str, Sequence[tuple[int, float]]]) -> Char
         steps, values = [step for step, _ in course], [value for _, value in course]
         series.append(Series(name, steps, values, tone=tone, marks=len(steps) <= MARKED))
         known = [(value, step) for step, value in course if math.isfinite(value)]
-        subject = f"The {title}" if len(runs) == 1 else name
+        subject = f"The {title}" if len(runs) == 1 else f"{name}: the {title}"
         if known:
             (first, start), (last, end), (lowest, at) = known[0], known[-1], min(known)
             sentences.append(
@@ -131,7 +124,10 @@ def layers_over_run(name: str, records: Sequence[Record], run: Run) -> Figure:
     chosen = [layer for layer in run.layers if layer in matter]
     views = {}
     for statistic in mapped():
-        series = [*_range(records, statistic, len(run.layers)), *_curves(records, statistic, chosen)]
+        series = list(_curves(records, statistic, chosen))
+        if len(run.layers) > CURVES:
+            band = _band(f"all {len(run.layers)} layers, lowest to highest", records, statistic, "ink")
+            series.insert(0, replace(band, y=()))
         notice = _change_notice(statistic, records)
         if statistic.name == "max":
             series += _forecasts(chosen)
@@ -182,35 +178,32 @@ def _importance(layer: LayerRun) -> tuple[float, float]:
 
 
 def _curves(records: Sequence[Record], statistic: Statistic, chosen: Sequence[LayerRun]) -> Iterator[Series]:
-    labels = legend(layer.name for layer in chosen)
-    for tone, layer in enumerate(chosen):
+    for tone, (layer, label) in enumerate(_labelled(chosen)):
         own = [record for record in records if layer.name in record.layers]
         values = [statistic.factor * record.layers[layer.name].whole(statistic.name) for record in own]
         steps = [record.step for record in own]
-        yield Series(labels[layer.name], steps, values, tone=tone, marks=len(own) <= MARKED)
+        yield Series(label, steps, values, tone=tone, marks=len(own) <= MARKED)
 
 
-def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list[Series]:
-    if layers <= CURVES:
-        return []
-    band = _band(f"all {layers} layers, lowest to highest", records, statistic, "ink")
-    return [Series(band.name, band.x, (), band.low, band.high, tone="ink")]
+def _labelled(chosen: Sequence[LayerRun]) -> Iterator[tuple[LayerRun, str]]:
+    """Yield each layer with its entry in the legend: `layer 3` if its number is unique, else its name."""
+    names = [layer.name for layer in chosen]
+    for layer, tick in zip(chosen, ticks(names), strict=True):
+        yield layer, tick if tick == layer.name else f"layer {tick}"
 
 
 def _forecasts(chosen: Sequence[LayerRun]) -> Iterator[Series]:
-    labels = legend(layer.name for layer in chosen)
-    for tone, layer in enumerate(chosen):
-        if layer.growth is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
-            yield _forecast(f"{labels[layer.name]}: forecast, 90% interval", layer.growth, tone)
-
-
-def _forecast(name: str, growth: Growth, tone: int) -> Series:
-    points = [growth.horizon * point / FORECAST for point in range(FORECAST + 1)]
-    y, low, high = (
-        [math.exp(min(of(steps), LOG_LARGEST)) for steps in points]
-        for of in (growth.likely, growth.lowest, growth.highest)
-    )
-    return Series(name, [growth.step + steps for steps in points], y, low, high, tone=tone, dashed=True)
+    for tone, (layer, label) in enumerate(_labelled(chosen)):
+        growth = layer.growth
+        if growth is None or layer.crossing is None or not layer.effective_max >= SAME * layer.last_max:
+            continue
+        points = [growth.horizon * point / FORECAST for point in range(FORECAST + 1)]
+        y, low, high = (
+            [math.exp(min(logarithm(steps), LOG_LARGEST)) for steps in points]
+            for logarithm in (growth.likely, growth.lowest, growth.highest)
+        )
+        x, name = [growth.step + steps for steps in points], f"{label}: forecast, 90% interval"
+        yield Series(name, x, y, low, high, tone=tone, dashed=True)
 
 
 def _thresholds(series: Sequence[Series]) -> list[Series]:
@@ -218,11 +211,10 @@ def _thresholds(series: Sequence[Series]) -> list[Series]:
     steps = [x for one in series for x in one.x if x is not None]
     highest = max(known_values(value for one in series for value in (*one.y, *one.high)), default=0.0)
     levels = sorted(level for level, _, _ in EXPLODING if level <= BEYOND * highest)
-    if not levels or not steps:
-        return []
-    name = f"{', '.join(f'{level:,.0f}' for level in levels)}: published {'limits' if len(levels) > 1 else 'limit'}"
-    x = [*(min(steps), max(steps), None)] * len(levels)
-    return [Series(name, x, [value for level in levels for value in (level, level, None)], tone="ink", dashed=True)]
+    ends = (min(steps), max(steps)) if steps else ()
+    return [
+        Series(f"published limit {level:,.0f}", ends, [level] * len(ends), tone="ink", dashed=True) for level in levels
+    ]
 
 
 def _critical_spreads(records: Sequence[Record]) -> Iterable[Series]:
@@ -239,7 +231,7 @@ def _growth_notice(run: Run) -> str:
     if not growing and len(run.layers) == 1:
         return "The largest score does not grow by more than its error."
     if not growing:
-        return f"In none of the {len(run.layers)} layers does the largest score grow by more than its error."
+        return f"The largest score grows by more than its error in none of the {len(run.layers)} layers."
     growth, first = max(growing, key=lambda found: found[0].rate)
     return (
         f"The largest score grows in {len(growing)} of {len(run.layers)} layers; fastest in {first.name}, "
@@ -264,22 +256,25 @@ def twins_report(twins: Twins) -> Page:
 
 def _sections(twins: Twins) -> Iterator[Section]:
     if losses := {run.name: run.losses for run in twins.runs if run.losses}:
-        yield Section("learning", "Learning", ((Figure("losses", {"loss": loss_chart("loss", dict(losses))}),),))
+        yield Section("learning", "Loss", ((Figure("losses", {"loss": loss_chart("loss", dict(losses))}),),))
     if shares := [(run.name, run.received) for run in twins.runs if run.received]:
         yield Section("received", "How queries share the gradient, before the first step", ((_shares(shares),),))
     if recorded := [(run.name, run.records) for run in twins.runs if run.records]:
         yield Section("run", "Attention during training", ((runs_over_time("run-curves", recorded),),))
     if audits := [(run.name, run.audit) for run in twins.runs if run.audit is not None]:
-        for title, figure in (("Head by head", map_of_layers), ("The scores", score_histograms)):
-            figures = [
-                (name, figure(f"{figure.__name__}-{at}", audit.layers)) for at, (name, audit) in enumerate(audits)
-            ]
-            beside = tuple(replace(found, caption=name) for name, found in figures if found is not None)
-            if beside:
-                yield Section(figure.__name__, f"{title}, at the end", (beside,))
+        maps, histograms = [], []
+        for at, (name, audit) in enumerate(audits):
+            records = {layer: record_of(own) for layer, own in audit.layers.items()}
+            stats = [own.stats for own in audit.layers.values()]
+            maps.append(replace(head_map(f"head-map-{at}", records, stats), caption=name))
+            if (histogram := score_histograms(f"score-histograms-{at}", audit.layers)) is not None:
+                histograms.append(replace(histogram, caption=name))
+        yield Section("heads", "Head by head, at the end", (tuple(maps),))
+        if histograms:
+            yield Section("scores", "Distribution of the scores, at the end", (tuple(histograms),))
         tables = [layer_table(Checked(name, "", "", None, (), audit).lines, name) for name, audit in audits]
         yield Section("layers", "Layer by layer, at the end", tuple(tables))
-    settings = Terms({name: shown(value) for name, value in twins.settings.items()})
+    settings = {name: shown(value) for name, value in twins.settings.items()}
     yield Section("method", "How it was measured", (settings, words_of_models()))
 
 

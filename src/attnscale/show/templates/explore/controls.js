@@ -1,6 +1,6 @@
 // Controls change the settings and redraw the page at once; the address is updated after a pause.
 
-const data = JSON.parse(byId("explore-data").textContent);
+const data = JSON.parse(byId("data").textContent);
 const REST = 250; // milliseconds without a change
 const PANELS = {
   phenomenon: [drawColumns], "vectors-panel": [drawVectors], "proof-panel": [drawProof], "own-panel": [drawOwn, drawCritical],
@@ -30,20 +30,24 @@ function showControls() {
       input.value = nearest(ladders[name], value);
       input.setAttribute("aria-valuetext", String(value));
     } else {
-      Object.assign(input, { min: low, max: high });
-      if (document.activeElement !== input || Number(input.value) !== value) input.value = value;
+      Object.assign(input, { min: low, max: high, value });
     }
   }
-  for (const name of Object.keys(TYPED)) if (document.activeElement !== byId(name)) byId(name).value = settings[name];
+  for (const name of Object.keys(TYPED)) byId(name).value = settings[name];
   byId("dim-value").textContent = settings.dim;
 }
 
-function change(changed, notes = []) {
-  settings = { ...settings, ...changed };
+function apply(next, notes) {
+  settings = next;
   showControls();
   redraw();
-  showNotes(notes);
+  byId("notes").replaceChildren(...notes.map((note) => html("li", {}, note)));
+  byId("notes").hidden = !notes.length;
   clearTimeout(resting);
+}
+
+function change(changed, notes = []) {
+  apply({ ...settings, ...changed }, notes);
   resting = setTimeout(keepAddress, REST);
 }
 
@@ -53,18 +57,8 @@ function keepAddress() {
 }
 
 function readAddress() {
-  clearTimeout(resting);
   const read = fromAddress(data, location.hash);
-  settings = read.settings;
-  for (const name of Object.keys(TYPED)) byId(name).value = settings[name];
-  showControls();
-  redraw();
-  showNotes(read.notes);
-}
-
-function showNotes(notes) {
-  byId("notes").replaceChildren(...notes.map((note) => html("li", {}, note)));
-  byId("notes").hidden = !notes.length;
+  apply(read.settings, read.notes);
 }
 
 function listen() {
@@ -77,7 +71,6 @@ function listen() {
     } else {
       input.addEventListener("change", () => {
         const { value, note } = taken(controlNamed(name), input.value);
-        input.value = value;
         change({ [name]: value }, note ? [note] : []);
       });
     }
@@ -86,16 +79,12 @@ function listen() {
     byId(name).addEventListener("input", ({ target }) => change({ [name]: target.value.slice(0, 600) }));
   }
   byId("again").addEventListener("click", () => change({ seed: settings.seed % 9999 + 1 }));
-  byId("reset").addEventListener("click", () => {
-    change(startSettings(data));
-    for (const name of Object.keys(TYPED)) byId(name).value = settings[name];
-  });
-  const toStep = (step) => change({ step: clamped(step, 1, 7) });
-  byId("proof-back").addEventListener("click", () => toStep(settings.step - 1));
-  byId("proof-next").addEventListener("click", () => toStep(settings.step + 1));
+  byId("reset").addEventListener("click", () => change(startSettings(data)));
+  byId("proof-back").addEventListener("click", () => change({ step: Math.max(1, settings.step - 1) }));
+  byId("proof-next").addEventListener("click", () => change({ step: Math.min(7, settings.step + 1) }));
   byId("proof-list").addEventListener("click", ({ target }) => {
     if (!target.dataset.step) return;
-    toStep(Number(target.dataset.step));
+    change({ step: Number(target.dataset.step) });
     byId("proof-list").querySelector("[aria-current]").focus();
   });
   byId("play").addEventListener("click", play);
@@ -110,6 +99,70 @@ function listen() {
     for (const { isIntersecting, target } of entries) if (isIntersecting && !near.has(target.id)) { near.add(target.id); redraw(); }
   }, { rootMargin: "300px" });
   for (const id of ["model", "runs"]) observer.observe(byId(id));
+}
+
+// Six steps, each of which asks for a prediction before it shows the answer, and links to panels.
+
+const PANEL_OF = { query: "vectors-panel", key: "vectors-panel", dim: "proof-panel", step: "proof-panel", scores: "own-panel", sentence: "model", q: "phenomenon", k: "phenomenon" };
+
+function reveal(panel) {
+  if (!panel.classList.contains("reveal") || !panel.hidden) return;
+  panel.hidden = false;
+  widths.clear();
+}
+
+function predict(fieldset, button) {
+  const right = fieldset.querySelector(`[data-option="${fieldset.dataset.right}"]`), isRight = button === right;
+  for (const each of fieldset.querySelectorAll("button")) each.dataset.answer = each === right ? "right" : each === button ? "wrong" : "";
+  fieldset.querySelector(".answer").textContent = isRight ? "That is right. See why:" : `It is: ${right.textContent}. See why:`;
+  reveal(fieldset.nextElementSibling);
+  redraw();
+}
+
+function goTo(id) {
+  const target = byId(id);
+  near.add(id);
+  reveal(target);
+  redraw();
+  target.scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+}
+
+// Apply the settings of a link, and scroll to the panel that shows them.
+function takeView(text) {
+  const names = text.split("&").map((part) => part.split("=")[0]), read = fromAddress(data, text).settings;
+  change(Object.fromEntries(names.map((name) => [name, read[name]])));
+  goToPanelOf(names);
+}
+
+function goToPanelOf(names) {
+  const panels = names.filter((name) => Object.hasOwn(PANEL_OF, name)).map((name) => PANEL_OF[name]);
+  for (const panel of panels) reveal(byId(panel));
+  if (panels.length) goTo(panels[0]);
+}
+
+function listenToStory() {
+  for (const panel of document.querySelectorAll(".reveal")) panel.hidden = true;
+  for (const fieldset of document.querySelectorAll(".predict")) {
+    fieldset.addEventListener("click", ({ target }) => target.closest("button") && predict(fieldset, target.closest("button")));
+  }
+  byId("show-all").addEventListener("click", () => {
+    for (const panel of document.querySelectorAll(".reveal")) reveal(panel);
+    redraw();
+  });
+  byId("steps").addEventListener("click", (event) => {
+    const link = event.target.closest("a");
+    if (!link) return;
+    event.preventDefault(); // a link would overwrite the settings in the address
+    goTo(link.dataset.go);
+  });
+  for (const id of ["presets", "start-panel"]) {
+    byId(id).addEventListener("click", ({ target }) => target.dataset.view && takeView(target.dataset.view));
+  }
+  byId("example").addEventListener("change", ({ target }) => {
+    if (target.value) takeView(target.value);
+    byId("more").open = false;
+    target.value = "";
+  });
 }
 
 listenToStory();

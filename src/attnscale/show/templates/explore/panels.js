@@ -4,6 +4,7 @@ function show(id, value, written = figure(value)) {
   byId(id).dataset.value = value;
 }
 
+const lineOf = ({ rule, tone, slot }) => ({ name: rule, tone, dashed: slot === "third" });
 const whole = (value) => Math.round(value).toLocaleString("en-GB");
 const percent = (value) => (value < 0.0005 ? "under 0.1%" : value > 0.9995 && value < 1 ? "over 99.9%" : `${(100 * value).toPrecision(3)}%`);
 
@@ -78,18 +79,14 @@ const expectedOnce = (spread, keys, limits) =>
 function drawAlong({ data, settings, columns }) {
   const points = columns.map(({ spreadAt }) => DIMENSIONS.map((d) => expectedOnce(spreadAt({ d }), settings.n, data.limits)));
   for (const [name, title] of Object.entries(STATISTICS)) {
-    const { svg, px, py, bottom, top } = plot(byId(`along-${name}`), {
-      label: `${title} along dₖ under ${columns.map(({ rule }) => rule).join(", ")}`, height: 200,
-      x: { domain: [1, 1024], log: true, ticks: [1, 8, 64, 1024], format: plain, label: "dₖ" },
-      y: { domain: [0, 1], ticks: [0, 0.5, 1], format: name === "entropy_ratio" ? (value) => `${100 * value}%` : plain },
-    });
-    svg.append(element("line", { class: "chosen", x1: px(settings.d), x2: px(settings.d), y1: top, y2: bottom }));
-    columns.forEach(({ slot, expected }, i) => {
-      svg.append(element("path", { class: `line ${slot}`, d: path(points[i].map((at, j) => [px(DIMENSIONS[j]), py(at[name])])) }));
-      svg.append(element("circle", { class: `dot ${slot}`, cx: px(settings.d), cy: py(expected[name]), r: 4.5 }));
+    const highest = name === "entropy_ratio" ? 100 : 1; // entropy is shown in percent
+    const curves = columns.map((column, i) => ({ ...lineOf(column), x: DIMENSIONS, y: points[i].map((at) => highest * at[name]) }));
+    const chosen = { name: `dₖ = ${settings.d}`, x: [settings.d, settings.d], y: [0, highest], dashed: true };
+    drawChart(byId(`along-${name}`), {
+      label: `${title} along dₖ under ${columns.map(({ rule }) => rule).join(", ")}`, height: 220,
+      series: [...curves, chosen], x: { title: "dₖ", log: true, range: [1, 1024] }, y: { range: [0, highest] },
     });
   }
-  byId("along-legend").replaceChildren(...columns.map(({ slot, rule }) => html("span", {}, html("span", { class: `key ${slot}` }), ` ${rule}`)));
 }
 
 // The spread against the critical spread √(2 ln n), for any number of keys.
@@ -166,4 +163,51 @@ function drawVectors({ settings }) {
     notes.push(`q has ${query.scores.length} numbers and k ${key.scores.length}: the dot product takes the first ${d} of each.`);
   }
   byId("vectors-notes").textContent = notes.join(" ");
+}
+
+// Recorded results: loss against κ, and two training runs that are played back.
+
+const SECONDS = 6; // duration of the playback
+let playing = 0;
+
+function drawKappa({ data }) {
+  const { curves } = data.recorded.kappa, top = 1.05 * Math.max(...curves.flatMap((curve) => curve.high));
+  const roots = curves.map(({ head_dim: dim }, i) => ({ name: `κ = √${dim}`, tone: i, x: [Math.sqrt(dim), Math.sqrt(dim)], y: [0, top], dashed: true }));
+  drawChart(byId("kappa-plot"), {
+    label: "Held-out loss against κ",
+    series: [...curves.map((curve, i) => ({ ...curve, name: `dₖ = ${curve.head_dim}`, tone: i, marks: true })), ...roots],
+    x: { title: "κ", log: true }, y: { title: "held-out loss", range: [0, top] },
+  });
+}
+
+function drawRuns({ data, columns }) {
+  const { steps, runs, guessing, critical } = data.recorded.demo, step = Number(byId("run-step").value);
+  const limits = { loss: ["guessing among the values of the sequence", guessing], spread: ["critical spread", critical] };
+  byId("run-step-value").textContent = step;
+  for (const [name, [limit, height]] of Object.entries(limits)) {
+    const series = columns.filter(({ slot }) => runs[slot]).map((column) => {
+      const points = runs[column.slot][name].filter(([at]) => at <= step);
+      show(`run-${column.slot}-${name}`, points.at(-1)[1]);
+      return { ...lineOf(column), x: points.map(([at]) => at), y: points.map(([, value]) => value) };
+    });
+    const most = Math.max(height, ...Object.values(runs).flatMap((run) => run[name].map(([, value]) => value)));
+    drawChart(byId(`run-${name}`), {
+      label: `${name} of both runs up to step ${step}`, height: 240,
+      series: [...series, { name: limit, x: [0, steps], y: [height, height], dashed: true }],
+      x: { title: "step", range: [0, steps] }, y: { range: [0, 1.05 * most] },
+    });
+  }
+}
+
+function play() {
+  const slider = byId("run-step"), last = Number(slider.max), from = Number(slider.value) < last ? Number(slider.value) : 0;
+  clearInterval(playing);
+  playing = playing ? 0 : setInterval(advance, 40, performance.now(), from, last);
+  byId("play").textContent = playing ? "Pause" : "Play";
+}
+
+function advance(start, from, last) {
+  byId("run-step").value = Math.min(last, from + Math.round((performance.now() - start) / 1000 / SECONDS * last));
+  drawRuns(view(data, settings));
+  if (Number(byId("run-step").value) === last) play();
 }

@@ -1,4 +1,6 @@
 // Maps: a field for each value, drawn as one image, with a colour bar.
+
+const PER_NAME = 16; // least pixels for the name of a layer on an axis
 const colours = (...all) => all.map((colour) => [1, 3, 5].map((start) => parseInt(colour.slice(start, start + 2), 16)));
 const VIRIDIS = colours("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725");
 const DIVERGING = colours("#2166ac", "#67a9cf", "#d1e5f0", "#f7f7f7", "#fddbc7", "#ef8a62", "#b2182b"); // ColorBrewer's RdBu

@@ -1,4 +1,5 @@
 // The page: figures drawn for its width, switches, and the keyboard.
+const FIGURES = JSON.parse(byId("data").textContent);
 const chosen = {}, cursor = {};
 const viewOf = (name) => FIGURES[name][chosen[name] ?? 0];
 
