@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnscale.claims.judging import Evidence, Limit
 from attnscale.claims.settings import T5
 from attnscale.lab.experiment import Cell, Settings
 from attnscale.lab.experiments import divisors
@@ -23,7 +22,7 @@ from attnscale.lab.tasks import TASKS, Characters
 from attnscale.lab.training import SCALES, Schedule, one_thread, score_summary, seeded_model, trained
 from attnscale.models import load_bundled
 from attnscale.reference import Array, RowStatistics, row_statistics
-from attnscale.theory import regime, saturation_point
+from attnscale.theory import saturation_point
 from attnscale.theory.limits import SATURATED_TOP1
 
 DIM = 64  # head dimension in the articles' examples, and in GPT-2
@@ -37,7 +36,6 @@ ERRORS = 4.0  # tolerance in standard errors; one sample in 16,000 exceeds it by
 ROWS = 1000  # rows of random scores, each with its own keys
 SEEDS = 8  # seeds for comparing gradients
 SIGN_PAIRS = 8192  # random pairs; averages of their products have an error below 0.05
-SAMPLED_ROWS = 2000
 D_MODEL, HEADS = 768, 12  # shape of GPT-2
 TASK = TASKS["easy recall"]
 HEAD_DIMS = (4, 32, 256)
@@ -159,15 +157,19 @@ def drawn_rows(dim: int, divisor: float = 1.0, keys: int = KEYS) -> RowStatistic
     return row_statistics(drawn_scores(dim)[:, :keys] / divisor)
 
 
-@cache
-def sampled_rows(spread: float) -> RowStatistics:
-    """Return the statistics of rows of independent N(0, spread²) scores over 1024 keys."""
-    return row_statistics(spread * np.random.default_rng(0).standard_normal((SAMPLED_ROWS, KEYS)))
+def drawn(statistic: str, dim: int, divisor: float = 1.0, keys: int = KEYS) -> Band:
+    """Return a statistic of drawn rows: its mean, with its interval."""
+    return band(getattr(drawn_rows(dim, divisor, keys), statistic))
 
 
-def leading_row(keys: int) -> RowStatistics:
-    """Return the statistics of a row with a weight of 0.99 on the first key and equal weights on the others."""
-    return row_statistics([saturation_point(keys)] + [0.0] * (keys - 1))
+def saturated_share(dim: int, divisor: float) -> Band:
+    """Return the share of drawn rows that give one key a weight of 0.99."""
+    return band(drawn_rows(dim, divisor).top1 > SATURATED_TOP1)
+
+
+def leading_scores(keys: int) -> list[float]:
+    """Return scores that give the first key a weight of 0.99, and the others equal ones."""
+    return [saturation_point(keys)] + [0.0] * (keys - 1)
 
 
 @dataclass(frozen=True)
@@ -232,11 +234,6 @@ def t5_spread() -> float:
     return T5.multiplier * head_spread("T5").mean
 
 
-def layer_norm(x: Array) -> Array:
-    """Apply LayerNorm without gain and bias."""
-    return np.asarray((x - x.mean()) / x.std())
-
-
 # Trained models: small ones at several head sizes, the bundled one, and a deep one before training
 
 
@@ -288,51 +285,3 @@ def gradients(scale: str) -> dict[str, Band]:
     settings: Settings = {"part": MODEL, "layers": DEEP, "head_dim": WIDE, "scale": scale}
     found = [run_cell(Cell("gradients", 5, {**settings, "seed": seed})).outcome for seed in range(DRAWN)]
     return {name: band(each[name] for each in found) for name in ("first_query", "backwards")}
-
-
-# Evidence shared by several articles
-
-
-def mostly_one_hot() -> Evidence:
-    """Test if most rows of unscaled scores at d_k = 64 give one key a weight of 0.99."""
-    share = band((sampled_rows(SPREAD).top1 > SATURATED_TOP1).astype(np.float64))
-    return Evidence(share.low > 0.5, f"{share:.1%} of rows over {KEYS} keys give one key 0.99")
-
-
-def unit_spread_at_start() -> Evidence:
-    """Test if random scores, divided by √d_k, have a spread of one at every width."""
-    spreads = {dim: drawn_spread(dim).over(math.sqrt(dim)) for dim in DIMS}
-    holds = all(found.agrees_with(1.0) and regime(found.std, KEYS) == "healthy" for found in spreads.values())
-    ends = f"{spreads[DIMS[0]]:.2f} at d_k = {DIMS[0]}, {spreads[DIMS[-1]]:.2f} at {DIMS[-1]}"
-    return Evidence(holds, f"drawn: spread {ends}")
-
-
-def gpt2_scaled_spread() -> Evidence:
-    """Test if GPT-2's scaled scores start with a spread of one."""
-    spread = head_spread("GPT-2").mean / SPREAD
-    return Evidence(abs(spread - 1) < NEAR_ONE, f"spread {spread:.2f} at GPT-2's initialisation")
-
-
-def softmax_passes_little() -> Evidence:
-    """Test if the gradient on the scores of the median row is small without a scale, at a large d_k."""
-    found = gradient_without_scale(512, 64)
-    return Evidence(
-        found.on_scores.high < 0.1, f"median row at d_k = 512 over 64 keys: {found.on_scores:.2g} times that with it"
-    )
-
-
-def queries_receive_little() -> Evidence:
-    """Test if the gradient on the median query is small without a scale, at the d_k of most models."""
-    found = gradient_without_scale(DIM, 64)
-    return Evidence(
-        found.on_query.high < 0.1,
-        f"median query at d_k = {DIM} over 64 keys: {found.on_query:.2g} times, the lower half of the queries sharing "
-        f"{found.lower_half:.1%} instead of {found.lower_half_scaled:.0%}",
-    )
-
-
-AT_SOFTMAX = Limit(
-    "of the gradient on most rows' scores, where √d_k is much larger than √(2 ln n)",
-    "of the gradient on queries, which is larger without a scale but shared less evenly",
-    queries_receive_little,
-)
