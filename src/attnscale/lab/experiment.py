@@ -82,9 +82,9 @@ class Conclusion:
     """A paragraph composed from the outcomes, with its checks, tables and plots."""
 
     text: str
-    checks: tuple[Check, ...]
-    tables: tuple[Table, ...]
-    plots: tuple[Plot | Heatmap, ...]
+    checks: Sequence[Check]
+    tables: Sequence[Table]
+    plots: Sequence[Plot | Heatmap]
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class Result:
     experiment: str
     question: str
     conclusion: str
-    checks: tuple[Check, ...]
-    tables: tuple[Table, ...]
-    plots: tuple[Plot | Heatmap, ...]
+    checks: Sequence[Check]
+    tables: Sequence[Table]
+    plots: Sequence[Plot | Heatmap]
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, with versions and seconds
 
     def to_dict(self) -> dict[str, Any]:

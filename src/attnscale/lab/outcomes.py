@@ -41,6 +41,10 @@ class Band:
         """Return True if the value lies in the interval."""
         return self.low <= value <= self.high
 
+    def is_below(self, limit: float) -> bool | None:
+        """Return None if the interval contains the limit, or is not known."""
+        return True if self.high < limit else False if self.low > limit else None
+
     def __format__(self, form: str) -> str:
         """Format the mean as asked, followed by the margin."""
         form = form or ".3g"
@@ -85,9 +89,26 @@ class Outcomes:
         wanted = settings.items()
         return Outcomes([cell for cell in self.cells if all(cell[0][name] == value for name, value in wanted)])
 
+    def derived(self, measure: Callable[[Outcome], Outcome]) -> "Outcomes":
+        """Return the cells with measures that follow from their own."""
+        return Outcomes([(own, {**found, **measure(found)}) for own, found in self])
+
     def values(self, setting: str) -> list[Any]:
         """Return each value of a setting once, in the order of the grid."""
         return list(dict.fromkeys(own[setting] for own, _ in self.cells))
+
+    def groups(self, *settings: str) -> "dict[tuple[Setting, ...], Outcomes]":
+        """Return the cells by their values of these settings, in the order of the grid."""
+        combinations = dict.fromkeys(tuple(own[name] for name in settings) for own, _ in self)
+        return {values: self.where(**dict(zip(settings, values, strict=True))) for values in combinations}
+
+    def at_best_rates(self, *settings: str) -> "Outcomes":
+        """Return the runs of each combination of these settings at the rate with its lowest mean loss."""
+        cells: list[tuple[Settings, Outcome]] = []
+        for own in self.groups(*settings).values():
+            losses = {rate: own.band("final", rate=rate).mean for rate in own.values("rate")}
+            cells += own.where(rate=min(losses, key=lambda rate: losses[rate])).cells
+        return Outcomes(cells)
 
     def samples(self, measure: str, **settings: Setting) -> list[float]:
         """Return a measured number of every cell with these settings."""
@@ -141,8 +162,7 @@ class Outcomes:
         After a heading that ends in ±, a second column has the margin. What is true or false is counted.
         """
         rows = []
-        for combination in dict.fromkeys(tuple(own[name] for name in settings) for own, _ in self):
-            own = self.where(**dict(zip(settings, combination, strict=True)))
+        for combination, own in self.groups(*settings).items():
             row: list[Setting] = [*combination]
             for name, heading in measures.items():
                 found = own.band(name)
@@ -198,11 +218,6 @@ def banded(name: str, x: Sequence[float], bands: Sequence[Band]) -> Curve:
     return Curve(name, tuple(map(float, x)), mean, low, high)
 
 
-def is_below_zero(difference: Band) -> bool | None:
-    """Return None if the interval contains zero, or is not known."""
-    return True if difference.high < 0 else False if difference.low > 0 else None
-
-
 def verdict(difference: Band) -> str:
     """Return whether a loss is worse, better, not different or undecided, from its difference to another.
 
@@ -218,13 +233,13 @@ def verdict(difference: Band) -> str:
     return ALIKE if difference.low >= -NEGLIGIBLE and difference.high <= NEGLIGIBLE else UNDECIDED
 
 
-def verdicts(differences: Mapping[str, Band]) -> str:
+def verdicts(differences: Mapping[Any, Band]) -> str:
     """Group names by verdict.
 
     >>> verdicts({"8": Band(0.01, 0.02, 8), "32": Band(0.0, 0.01, 8), "128": Band(0.2, 0.03, 8)})
     'no difference at 8, 32 (at most 0.03), worse at 128 (+0.2 ± 0.03)'
     """
-    groups: dict[str, dict[str, Band]] = {}
+    groups: dict[str, dict[Any, Band]] = {}
     for name, difference in differences.items():
         groups.setdefault(verdict(difference), {})[name] = difference
     parts = []

@@ -25,6 +25,7 @@ CURVE_POINTS = 20
 SHARES = tuple(point / 20 for point in range(21))  # of queries, for which a curve has a point
 SUMMARISED = ("std", "entropy_ratio", "jacobian_trace")
 SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim"}  # that experiments compare
+NAMES = {"none": "without a scale", "1/√d_k": "with 1/√d_k", "1/d_k": "with 1/d_k"}
 
 
 @contextmanager
@@ -163,6 +164,14 @@ def trained(model: nn.Module, task: Task, schedule: Schedule) -> Trained:
     start = held_out_loss(model, task)
     losses = tuple(step.loss for step in training(model, task, schedule))
     return Trained(losses, start, held_out_loss(model, task))
+
+
+def seeded_run(
+    task: Task, schedule: Schedule, device: str, **shape: Any
+) -> tuple[CausalTransformer, dict[str, float], Trained]:
+    """Train a model from a seed; return it with a summary of its scores before the first step, and its losses."""
+    model = seeded_model(task.vocabulary, schedule.seed, **shape).to(device)
+    return model, score_summary(model, task), trained(model, task, schedule)
 
 
 @torch.no_grad()

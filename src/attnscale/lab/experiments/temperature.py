@@ -10,7 +10,7 @@ from torch import nn
 from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Heatmap, Outcome, Plot, Settings, Table
 from attnscale.lab.outcomes import Band, Outcomes, band, column, diverged_sentence, verdicts
 from attnscale.lab.tasks import TASKS, Task
-from attnscale.lab.training import Schedule, score_summary, seeded_model, trained
+from attnscale.lab.training import Schedule, score_summary, seeded_run
 from attnscale.operator import attention_weights
 from attnscale.rules.temperature import temperature
 from attnscale.watching import watch
@@ -36,14 +36,12 @@ def grid(quick: bool) -> Sequence[Settings]:
 
 
 def run(
-    task: str, multiple: float, rate: float, steps: int, d_model: int, heads: int, head_dim: int, seed: int,
-    device: str = "cpu",
-) -> Outcome:  # fmt: skip
+    task: str, multiple: float, rate: float, steps: int, head_dim: int, seed: int, device: str = "cpu", **shape: int
+) -> Outcome:
     """Train a model, measure its scores before and after, and for one seed keep the weights of a head."""
     of, rule = TASKS[task], temperature(multiple * math.sqrt(head_dim))
-    model = seeded_model(of.vocabulary, seed, scale=rule, d_model=d_model, heads=heads, head_dim=head_dim).to(device)
-    before = score_summary(model, of)
-    found = trained(model, of, Schedule(steps, rate, seed))
+    schedule = Schedule(steps, rate, seed)
+    model, before, found = seeded_run(of, schedule, device, scale=rule, head_dim=head_dim, **shape)
     after = score_summary(model, of) if math.isfinite(found.end) else dict.fromkeys(before, math.nan)
     return {
         "final": found.final, "diverged": found.diverged,
@@ -68,7 +66,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     """Say which temperature is best, what the others cost, and how much of each remains after training."""
     sentences, checks, tables, plots = [], [], [], []
     for task in outcomes.values("task"):
-        own = _at_best_rates(outcomes.where(task=task))
+        own = outcomes.where(task=task).at_best_rates("multiple")
         costs = {multiple: _cost(own, multiple) for multiple in MULTIPLES if multiple != 1}
         powers = {when: _power(own, f"spread_{when}") for when in ("before", "after")}
         sentences += [f"{task.capitalize()}: {_on_costs(own, costs)}", _on_training(own, powers)]
@@ -76,16 +74,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         tables.append(_table(task, own))
         plots += _plots(task, own)
     sentences.append(diverged_sentence(outcomes))
-    return Conclusion(" ".join(sentences), tuple(checks), tuple(tables), tuple(plots))
-
-
-def _at_best_rates(outcomes: Outcomes) -> Outcomes:
-    """Return the runs of every temperature at the rate with its lowest mean loss."""
-    cells: list[tuple[Settings, Outcome]] = []
-    for multiple in MULTIPLES:
-        rates = {rate: outcomes.band("final", multiple=multiple, rate=rate).mean for rate in outcomes.values("rate")}
-        cells += outcomes.where(multiple=multiple, rate=min(rates, key=lambda rate: rates[rate])).cells
-    return Outcomes(cells)
+    return Conclusion(" ".join(sentences), checks, tables, plots)
 
 
 def _cost(own: Outcomes, multiple: float) -> Band:
@@ -163,15 +152,13 @@ def _plots(task: str, own: Outcomes) -> list[Plot | Heatmap]:
         Plot(f"Spread before and after, {task}", "τ/√d_k", "spread of the scores", ends("spread"),
              "Slope −1: the temperature acts in full. Slope 0: training undid it.", log_x=True, log_y=True),
     ]  # fmt: skip
-    for settings, found in own:
-        if settings["seed"] == PATTERN_SEED and found["pattern"] is not None:
-            shown = TASKS[task].held_out(1).tokens[0, : len(found["pattern"])].tolist()
-            positions = tuple(map(TASKS[task].name_of, shown))
-            plots.append(
-                Heatmap(f"Weights of a trained head, τ = {_name(float(settings['multiple'] or 0))}, {task}", "key",
-                        "query", positions, positions, tuple(column(row) for row in found["pattern"]),
-                        f"First head of the last layer, seed {PATTERN_SEED}.")
-            )  # fmt: skip
+    for settings, found in own.where(seed=PATTERN_SEED):
+        name, kept = _name(float(settings["multiple"] or 0)), found["pattern"]
+        positions = tuple(map(TASKS[task].name_of, TASKS[task].held_out(1).tokens[0, : len(kept)].tolist()))
+        plots.append(
+            Heatmap(f"Weights of a trained head, τ = {name}, {task}", "key", "query", positions, positions,
+                    tuple(map(column, kept)), f"First head of the last layer, seed {PATTERN_SEED}.")
+        )  # fmt: skip
     return plots
 
 
