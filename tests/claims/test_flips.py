@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from attnscale.claims import SOURCES, computations, ledger, post, textbook
-from attnscale.claims.computations import Spread, WithoutScale
+from attnscale.claims.computations import WithoutScale
 from attnscale.claims.judging import judge
 from attnscale.claims.ledger import recorded
 from attnscale.claims.post import PrecisionLoss
-from attnscale.lab.outcomes import Band
+from attnscale.lab.outcomes import Band, Outcomes
 
 NUMBERS = [
     entry
@@ -28,9 +28,14 @@ def _no_training(monkeypatch):
     monkeypatch.setattr(textbook, "_fresh_cost", lambda: 0.7)  # as models of eight seeds give
 
 
-def wide(dim, shift=0.0):
+def wide(dim, divisor=1.0):
     """Scores that spread as d_k, not as its root."""
-    return Spread(float(dim**2), 0.01 * dim**2)
+    return Band(dim / divisor, 0.01 * dim / divisor, 9)
+
+
+def squared(dim):
+    """Variances that grow as d_k², not as d_k."""
+    return Outcomes([({"head_dim": dim, "seed": seed}, {"variance": dim**2}) for seed in range(3)])
 
 
 ROWS = computations.drawn_rows(4, 2.0)
@@ -69,7 +74,7 @@ FLIPS = [
     ("unit-variance-common", computations, "head_std", lambda name: exact(1.0), "confirmed"),
     ("three-regimes", computations, "drawn_scores", lambda dim: np.ones((2, 3)), "refuted"),
     ("validated-widely", post, "SETTINGS", post.SETTINGS[:3], "refuted"),
-    ("dot-products-grow", computations, "drawn_spread", lambda dim: Spread(4.0, 0.1), "refuted"),
+    ("dot-products-grow", computations, "drawn_spread", lambda dim: exact(2.0), "refuted"),
     ("wider-is-worse", computations, "drawn_rows", rows(jacobian_trace=lambda d, by: d), "refuted"),
     ("variance-always-exact", computations, "enumerated_variance", lambda values, dim: dim + 1.0, "refuted"),
     ("unscaled-stops-learning", computations, "gradient_without_scale", lambda dim, keys: SAME, "refuted"),
@@ -77,8 +82,8 @@ FLIPS = [
     ("struggles-without", computations, "final_loss", lambda dim, scale="1/√d_k": exact(0.5), "refuted"),
     ("paper-reason", computations, "enumerated_mean", lambda values, dim: 1.0, "refuted"),
     ("unscaled-one-hot", computations, "drawn_rows", rows(top1=lambda d, by: 0.999), "confirmed"),
-    ("variance-linear", computations, "drawn_spread", wide, "refuted"),
-    ("saturates-at-64", computations, "drawn_spread", lambda dim: Spread(1.0, 0.01), "refuted"),
+    ("variance-linear", computations, "drawn_pairs", squared, "refuted"),
+    ("saturates-at-64", computations, "drawn_spread", lambda dim: exact(1.0), "refuted"),
     ("random-init-normal", computations, "head_spread", lambda name: exact(8.0), "confirmed"),
     ("random-init-normal", computations, "drawn_spread", wide, "refuted"),
     ("trained-controlled", computations, "bundled_scores", lambda: {"std": 9.0, "max": 500.0}, "refuted"),
@@ -88,7 +93,7 @@ FLIPS = [
     ("efficient-learn-temperature", textbook, "LEARNED", textbook.LEARNED[:1], "refuted"),
     ("stable-training-any-dim", computations, "final_loss", lambda dim, rate: exact(0.5), "confirmed"),
     ("stable-training-any-dim", computations, "final_loss", lambda dim, rate: exact(3.0), "refuted"),
-    ("high-dim-critical", computations, "drawn_spread", lambda dim: Spread(1.0, 0.01), "refuted"),
+    ("high-dim-critical", computations, "drawn_spread", lambda dim: exact(1.0), "refuted"),
     ("small-temperature-sharper", computations, "drawn_rows", RISING, "refuted"),
     ("large-temperature-softer", computations, "drawn_rows", RISING, "refuted"),
     ("modern-llms-universal", textbook, "language_models", lambda **_: [textbook.find("GPT-2")], "confirmed"),
@@ -118,9 +123,8 @@ def test_a_number_is_refuted_or_confirmed_by_what_is_computed(entry):
 
 
 def test_what_is_drawn_has_the_variance_it_was_drawn_with():
-    assert computations.drawn_spread(7).agrees_with(7.0)
-    assert not computations.drawn_spread(7).agrees_with(8.0)
-    assert computations.drawn_spread(7, shift=1.0).agrees_with(21.0)  # d (1 + 1 + 1)
+    assert computations.agrees(computations.drawn_spread(7), 7**0.5)
+    assert not computations.agrees(computations.drawn_spread(7), 8**0.5)
     assert computations.enumerated_variance((-1.0, 1.0), 11) == pytest.approx(11)
     assert computations.enumerated_mean((0.0, 2.0), 3) == pytest.approx(3)  # of means one
 

@@ -2,21 +2,21 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from attnscale.claims.settings import T5
-from attnscale.lab.experiment import Cell, Settings
-from attnscale.lab.experiments import divisors
+from attnscale.lab.experiment import Cell, Setting
+from attnscale.lab.experiments import EXPERIMENTS
+from attnscale.lab.experiments.divisors import SHAPES, WithoutScale, without_scale
 from attnscale.lab.experiments.gradients import MODEL
-from attnscale.lab.experiments.trained import PARTS, bundled_loss
-from attnscale.lab.outcomes import Band, band
+from attnscale.lab.experiments.initialisation import SCHEMES
+from attnscale.lab.experiments.trained import AT_ONCE, BUNDLED, PARTS
+from attnscale.lab.outcomes import Band, Outcomes, band
 from attnscale.lab.sweep import run_cell
 from attnscale.lab.tasks import TASKS, Characters
 from attnscale.lab.training import SCALES, Schedule, one_thread, score_summary, seeded_model, trained
@@ -31,12 +31,12 @@ DIMS = (16, 32, 64, 128, 256, 512)
 SPREAD = math.sqrt(DIM)  # spread of unscaled scores
 TINY_GAIN = 1 - SATURATED_TOP1**2  # largest possible 1 − Σp² when one weight is 0.99
 NEAR_ONE = 0.05  # a spread within this of one counts as one
-PAIRS = 2**14  # random pairs of q and k; the variance has an error of about 2%
-ERRORS = 4.0  # tolerance in standard errors; one sample in 16,000 exceeds it by chance
+MARGINS = 2.0  # tolerance in margins; one draw in 500 exceeds it by chance
 ROWS = 1000  # rows of random scores, each with its own keys
-SEEDS = 8  # seeds for comparing gradients
+SEEDS = 8  # of the lab's cells
 SIGN_PAIRS = 8192  # random pairs; averages of their products have an error below 0.05
 D_MODEL, HEADS = 768, 12  # shape of GPT-2
+MODULES = {"GPT-2": "normal(0.02)", "nn.MultiheadAttention": "Xavier packed"}  # as the lab names their weights
 TASK = TASKS["easy recall"]
 HEAD_DIMS = (4, 32, 256)
 STEPS, RATE, RUNS = 80, 0.005, 8
@@ -107,41 +107,27 @@ def sampled_terms(dim: int) -> Array:
 # Random scores
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Variance of random scores, with its standard error."""
-
-    variance: float
-    error: float
-
-    @property
-    def std(self) -> float:
-        """Standard deviation."""
-        return math.sqrt(self.variance)
-
-    def __format__(self, form: str) -> str:
-        """Format the standard deviation, followed by its 95% margin."""
-        return f"{self.std:{form}} ± {1.96 * self.error / (2 * self.std):.1g}"
-
-    def agrees_with(self, variance: float) -> bool:
-        """Return True if the sample could come from a distribution of this variance."""
-        return abs(self.variance - variance) < ERRORS * self.error
-
-    def over(self, divisor: float) -> "Spread":
-        """Return the spread of the scores divided by `divisor`."""
-        return Spread(self.variance / divisor**2, self.error / divisor**2)
-
-
 @cache
-def drawn_spread(dim: int, shift: float = 0.0) -> Spread:
-    """Return the spread of q·k for independent standard normal vectors with `shift` added to each component."""
-    rng, scores, parts = np.random.default_rng(dim), [], max(1, PAIRS * dim // 2**21)  # parts that fit into the cache
-    for _ in range(parts):
-        query, key = rng.standard_normal((2, PAIRS // parts, dim), dtype=np.float32) + np.float32(shift)
-        scores.append(np.einsum("ij,ij->i", query, key, dtype=np.float64))
-    every = np.concatenate(scores)
-    squares = (every - every.mean()) ** 2
-    return Spread(float(squares.mean()), float(squares.std(ddof=1) / math.sqrt(squares.size)))
+def lab_cells(experiment: str, seeds: int, **settings: Setting) -> Outcomes:
+    """Run cells of an experiment of the lab."""
+    version = EXPERIMENTS[experiment].version
+    cells = [Cell(experiment, version, {**settings, "seed": seed}) for seed in range(seeds)]
+    return Outcomes([(cell.settings, run_cell(cell).outcome) for cell in cells])
+
+
+def drawn_pairs(dim: int, case: str = "normal") -> Outcomes:
+    """Draw pairs of q and k with independent components, as `attnscale lab variance` does."""
+    return lab_cells("variance", SEEDS, case=case, head_dim=dim)
+
+
+def drawn_spread(dim: int, divisor: float = 1.0) -> Band:
+    """Return the spread of q·k over a divisor, for independent standard normal vectors."""
+    return band(math.sqrt(variance) / divisor for variance in drawn_pairs(dim).samples("variance"))
+
+
+def agrees(found: Band, value: float) -> bool:
+    """Return True if a drawn number could have this expectation."""
+    return abs(found.mean - value) < MARGINS * found.margin
 
 
 @cache
@@ -172,39 +158,15 @@ def leading_scores(keys: int) -> list[float]:
     return [saturation_point(keys)] + [0.0] * (keys - 1)
 
 
-@dataclass(frozen=True)
-class WithoutScale:
-    """Ratio of gradients without a scale to those with 1/√d_k, and the gradient share of the lower half of queries."""
-
-    on_scores: Band  # median row
-    on_query: Band  # median query
-    lower_half: Band
-    lower_half_scaled: Band
-
-
 @cache
 def gradient_without_scale(dim: int, keys: int) -> WithoutScale:
     """Compare gradients for random q, k, v and output gradients, as `attnscale lab divisors` does."""
-    settings: Settings = {"part": divisors.SHAPES, "head_dim": dim, "keys": keys}
-    cells = {
-        divisor: [run_cell(Cell("divisors", 2, {**settings, "divisor": divisor, "seed": seed})).outcome
-                  for seed in range(SEEDS)]
-        for divisor in ("none", "√d_k")
-    }  # fmt: skip
-    return WithoutScale(*map(band, divisors.without_over_with(cells).values()))
+    shape: dict[str, Setting] = {"part": SHAPES, "head_dim": dim, "keys": keys}
+    cells = [lab_cells("divisors", SEEDS, divisor=divisor, **shape).cells for divisor in ("none", "√d_k")]
+    return without_scale(Outcomes([*cells[0], *cells[1]]))
 
 
 # Heads at the initialisation of real modules
-
-
-WEIGHTS: dict[str, Callable[[], Sequence[Tensor]]] = {  # query and key weights by initialisation
-    "GPT-2": lambda: [torch.randn(D_MODEL, D_MODEL) * 0.02 for _ in range(2)],
-    # query weights of variance 1/(d_model · d_kv), key weights of 1/d_model
-    "T5": lambda: [torch.randn(D_MODEL, D_MODEL) * (D_MODEL * size) ** -0.5 for size in (D_MODEL // HEADS, 1)],
-    "nn.Linear": lambda: [nn.Linear(D_MODEL, D_MODEL).weight for _ in range(2)],
-    "nn.MultiheadAttention": lambda: nn.MultiheadAttention(D_MODEL, HEADS).in_proj_weight.chunk(3)[:2],
-    "Xavier": lambda: [nn.init.xavier_uniform_(torch.empty(D_MODEL, D_MODEL)) for _ in range(2)],
-}
 
 
 @cache
@@ -213,8 +175,7 @@ def heads(initialisation: str) -> tuple[Array, Array]:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         x = F.layer_norm(torch.randn(KEYS, D_MODEL), (D_MODEL,))
-        query, key = WEIGHTS[initialisation]()
-        query, key = ((x @ weight.T).unflatten(-1, (HEADS, -1)).transpose(0, 1) for weight in (query, key))
+        query, key = SCHEMES[MODULES.get(initialisation, initialisation)].project(x, HEADS)
         return query.double().numpy(), key.double().numpy()  # (heads, tokens, d_k)
 
 
@@ -230,8 +191,8 @@ def head_spread(initialisation: str) -> Band:
 
 
 def t5_spread() -> float:
-    """Return the spread of T5's scores at initialisation, with T5's multiplier."""
-    return T5.multiplier * head_spread("T5").mean
+    """Return the spread of T5's scores at initialisation: its query weights are 1/√d_k times those of muP."""
+    return T5.multiplier * head_spread("muP").mean / math.sqrt(DIM)
 
 
 # Trained models: small ones at several head sizes, the bundled one, and a deep one before training
@@ -264,11 +225,9 @@ def has_learned(loss: Band) -> bool:
     return loss.high < TASK.chance - LEARNED
 
 
-@cache
 def bundled(scale: str) -> Band:
     """Return the loss of the bundled model, trained with 1/√d_k, on held-out text with one of SCALES."""
-    with one_thread():
-        return band(bundled_loss(scale, part) for part in range(PARTS))
+    return lab_cells("trained", PARTS, part=BUNDLED).band(f"{scale} {AT_ONCE}")
 
 
 @cache
@@ -279,9 +238,7 @@ def bundled_scores() -> dict[str, float]:
         return score_summary(model, Characters(model.context), size=1)
 
 
-@cache
 def gradients(scale: str) -> dict[str, Band]:
     """Measure the gradient on W_q of deep models with wide heads before training, as in the lab."""
-    settings: Settings = {"part": MODEL, "layers": DEEP, "head_dim": WIDE, "scale": scale}
-    found = [run_cell(Cell("gradients", 5, {**settings, "seed": seed})).outcome for seed in range(DRAWN)]
-    return {name: band(each[name] for each in found) for name in ("first_query", "backwards")}
+    found = lab_cells("gradients", DRAWN, part=MODEL, layers=DEEP, head_dim=WIDE, scale=scale)
+    return {name: found.band(name) for name in ("first_query", "backwards")}

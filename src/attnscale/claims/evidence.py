@@ -1,7 +1,7 @@
 """Judgements that claims share: each computes, compares with what a claim expects, and shows the numbers."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from attnscale.claims import computations as compute
 from attnscale.claims.computations import DIM, KEYS, NEAR_ONE, SKEWED, SPREAD
 from attnscale.claims.judging import Evidence, Limit
-from attnscale.lab.outcomes import Band, band
+from attnscale.lab.outcomes import Band
 from attnscale.reference import row_statistics
 
 UNIT = "when q and k have unit variance"
@@ -37,6 +37,16 @@ def published(found: Iterable[object], holds: bool) -> Evidence:
     return Evidence(holds, f"published: {', '.join(map(str, found)) or 'none here'}")
 
 
+def published_some(found: Sequence[object], at_least: int = 1) -> Evidence:
+    """Test if enough published models were found."""
+    return published(found, len(found) >= at_least)
+
+
+def published_none(found: Sequence[object]) -> Evidence:
+    """Test if no published model was found; a model is shown with its multiplier times √d_k."""
+    return published(found, not found)
+
+
 def row_has(scores: ArrayLike, statistic: str, *, above: float = -math.inf, below: float = math.inf) -> Evidence:
     """Test if a statistic of one row of scores is within limits."""
     value = getattr(row_statistics(scores), statistic).item()
@@ -51,8 +61,8 @@ def is_softer(before: ArrayLike, after: ArrayLike) -> Evidence:
 
 def drawn_spread_is(power: float, *dims: int) -> Evidence:
     """Test if random scores, divided by d_k to a power, have the standard deviation √d_k over the divisor."""
-    spreads = {dim: compute.drawn_spread(dim).over(dim**power) for dim in dims}
-    holds = all(spread.agrees_with(dim ** (1 - 2 * power)) for dim, spread in spreads.items())
+    spreads = {dim: compute.drawn_spread(dim, dim**power) for dim in dims}
+    holds = all(compute.agrees(spread, dim ** (0.5 - power)) for dim, spread in spreads.items())
     ends = dict.fromkeys((dims[0], dims[-1]))
     return Evidence(holds, "drawn: spread " + ", ".join(f"{spreads[dim]:#.3g} at d_k = {dim}" for dim in ends))
 
@@ -91,12 +101,6 @@ def queries_receive_little() -> Evidence:
         f"{found.lower_half:.1%} instead of {found.lower_half_scaled:.0%}"
     )
     return Evidence(found.on_query.high < NEGLIGIBLE_GRADIENT, shown)
-
-
-def lost_without_scale(dim: int) -> Band:
-    """Return the relative loss of 1 − Σp² of random scores without a scale."""
-    raw, scaled = (compute.drawn_rows(dim, divisor).jacobian_trace for divisor in (1.0, math.sqrt(dim)))
-    return band(1 - raw / scaled.mean())
 
 
 AT_GPT2 = Limit(UNIT, "when weights start from N(0, 0.02²)", gpt2_scaled_spread, is_stated=True)

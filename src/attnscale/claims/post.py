@@ -17,6 +17,7 @@ from attnscale.claims.evidence import (
     near_one,
     ordered,
     published,
+    published_some,
     row_has,
 )
 from attnscale.claims.judging import Entry, Evidence, Limit, Source
@@ -39,7 +40,7 @@ VANISHES = 0.1  # a gradient that falls by this factor vanishes
 def _variance_is_dim() -> Evidence:
     drawn, exact = compute.drawn_spread(DIM), compute.enumerated_variance(SIGNS, DIM)
     shown = f"{exact:g} over every pair of signs at d_k = {DIM}; spread {drawn:.2f} drawn"
-    return Evidence(compute.enumerated_is_dim() and drawn.agrees_with(DIM), shown)
+    return Evidence(compute.enumerated_is_dim() and compute.agrees(drawn, ROOT), shown)
 
 
 def _after_initialisation() -> Evidence:
@@ -199,11 +200,6 @@ def _introduced() -> Evidence:
     return published([first.model, first.year], (first.model, first.year) == ("Transformer", 2017))
 
 
-def _validated() -> Evidence:
-    found = [setting.model for setting in SETTINGS if setting.standard]
-    return published(found, len(found) >= MANY)
-
-
 def _works_at_every_dim() -> Evidence:
     losses = {dim: compute.final_loss(dim) for dim in HEAD_DIMS}
     shown = ", ".join(f"{loss:.2f} at {dim}" for dim, loss in losses.items())
@@ -215,7 +211,7 @@ SOURCE.add(
     "5. Empirical Effectiveness",
     Entry("introduced-2017", "The Transformer of 2017 introduced the division by √d_k.", "2017", _introduced),
     Entry("validated-widely", "The division by √d_k has been validated in practice across many models.",
-          "many models", _validated,
+          "many models", lambda: published_some([each.model for each in SETTINGS if each.standard], MANY),
           "A selection of models, not all; see also what the textbook section says of all models."),
     Entry("wide-range-of-dims", "With √d_k models train well for a wide range of d_k.", "a wide range",
           _works_at_every_dim, "The textbook section claims more: that training is then always stable."),

@@ -14,10 +14,11 @@ from attnscale.claims.evidence import (
     drawn_spread_is,
     gpt2_scaled_spread,
     is_softer,
-    lost_without_scale,
     mostly_one_hot,
+    near_one,
     ordered,
-    published,
+    published_none,
+    published_some,
     row_has,
     softmax_passes_little,
 )
@@ -32,6 +33,7 @@ from attnscale.claims.settings import (
     language_models,
     llama4_temperature,
 )
+from attnscale.lab.outcomes import Outcomes, band
 from attnscale.reference import (
     Array,
     attention_scores,
@@ -62,12 +64,9 @@ def normal_product_moment(power: int) -> float:
 
 
 def _linear() -> Evidence:
-    drawn, along = [compute.drawn_spread(dim) for dim in DIMS], np.log(DIMS) - np.log(DIMS).mean()
-    power = float(along @ np.log([each.variance for each in drawn]) / (along @ along))
-    errors = along * [each.error / each.variance for each in drawn]
-    margin = 1.96 * float(np.sqrt(errors @ errors) / (along @ along))
-    shown = f"drawn from d_k = {DIMS[0]} to {DIMS[-1]}: as d_k to the power {power:.3f} ± {margin:.1g}"
-    return Evidence(abs(power - 1) < NEAR_ONE, shown)
+    pairs = Outcomes([cell for dim in DIMS for cell in compute.drawn_pairs(dim).cells])
+    power = pairs.exponent("variance", "head_dim")
+    return near_one(f"drawn from d_k = {DIMS[0]} to {DIMS[-1]}:", {"the power of d_k": power})
 
 
 SOURCE.add(
@@ -82,7 +81,7 @@ SOURCE.add(
 
 
 def _saturates() -> Evidence:
-    found, top1 = regime(compute.drawn_spread(DIM).std, KEYS), compute.drawn("top1", DIM)
+    found, top1 = regime(compute.drawn_spread(DIM).mean, KEYS), compute.drawn("top1", DIM)
     return Evidence(found == "sharp", f"drawn: {found}, with a largest weight of {top1:.2f} on average")
 
 
@@ -193,6 +192,10 @@ def _own(weights: list[float]) -> Array:
     return np.diag(softmax_jacobian(weights))
 
 
+def _trace(weights: list[float]) -> float:
+    return float(_own(weights).sum())
+
+
 SOURCE.add(
     "Gradient Flow",
     Entry("gradient-flow", "Without scaling gradients are tiny, with it they are healthy.", "healthy against tiny",
@@ -204,45 +207,38 @@ SOURCE.add(
 )  # fmt: skip
 
 
-def _saturates_within() -> Evidence:
-    point = saturation_point(4)
-    return Evidence(0 < point < 10, f"weight 0.99 at x = {point:.2f}")
-
-
-def _peaked_or_uniform() -> Evidence:
-    rows = {"peaked": [0.97, 0.01, 0.01, 0.01], "uniform": [0.25] * 4}
-    return ordered("trace", {name: float(np.trace(softmax_jacobian(row))) for name, row in rows.items()}, ".3f")
-
-
 SOURCE.add(
     "Exercises",
     Entry("std-512", "Exercise: the standard deviation at d_k = 512.", "√512", lambda: drawn_spread_is(0.0, 512)),
     Entry("saturation-exercise", "Exercise: softmax([x, 0, 0, 0]) saturates for some x from 0 to 10.", "0 to 10",
-          _saturates_within),
+          lambda: Evidence(0 < saturation_point(4) < 10, f"weight 0.99 at x = {saturation_point(4):.2f}")),
     Entry("peaked-or-uniform", "Exercise: a peaked row has smaller derivatives than a uniform one.", "smaller",
-          _peaked_or_uniform),
+          lambda: ordered("trace", {"peaked": _trace([0.97, 0.01, 0.01, 0.01]), "uniform": _trace([0.25] * 4)}, ".3f")),
 )  # fmt: skip
 
 
 # Practice: when scaling matters, other temperatures, released models
 
 
-def _high_dim() -> Evidence:
-    holds = all(regime(compute.drawn_spread(dim).std, KEYS) == "sharp" for dim in DIMS)
-    lost = {f"at d_k = {dim}": lost_without_scale(dim) for dim in (64, 512)}
-    return Evidence(holds, ordered("part of 1 − Σp² lost without it:", lost, ".0%").shown)
-
-
-def _low_dim() -> Evidence:
-    lost = {f"at d_k = {dim}": lost_without_scale(dim) for dim in (4, 64)}
+def _lost(*dims: int) -> Evidence:
+    """Test if random scores lose more of 1 − Σp² without a scale at each d_k than at the one before."""
+    lost = {}
+    for dim in dims:
+        raw, scaled = (compute.drawn_rows(dim, divisor).jacobian_trace for divisor in (1.0, math.sqrt(dim)))
+        lost[f"at d_k = {dim}"] = band(1 - raw / scaled.mean())
     return ordered("part of 1 − Σp² lost without it:", lost, ".0%")
+
+
+def _high_dim() -> Evidence:
+    holds = all(regime(compute.drawn_spread(dim).mean, KEYS) == "sharp" for dim in DIMS)
+    return Evidence(holds, _lost(64, 512).shown)
 
 
 def _nearly_normal() -> Evidence:
     scores, spread = compute.drawn_scores(DIM), compute.drawn_spread(DIM)
     kurtosis = float(((scores - scores.mean()) ** 4).mean() / scores.var() ** 2 - 3)
     shown = f"drawn at d_k = {DIM}: spread {spread:.2f}, excess kurtosis {kurtosis:.2f}"
-    return Evidence(abs(kurtosis) < NEARLY_NORMAL and spread.agrees_with(DIM), shown)
+    return Evidence(abs(kurtosis) < NEARLY_NORMAL and compute.agrees(spread, SPREAD), shown)
 
 
 def _bundled_controlled() -> Evidence:
@@ -278,8 +274,8 @@ def _trained_indifferent() -> Evidence:
 
 
 def _scale_healthy() -> Evidence:
-    spread, divided = compute.drawn_spread(DIM), compute.drawn_spread(DIM).over(math.sqrt(DIM))
-    raw, scaled = regime(spread.std, KEYS), regime(divided.std, KEYS)
+    spread, divided = compute.drawn_spread(DIM), compute.drawn_spread(DIM, SPREAD)
+    raw, scaled = regime(spread.mean, KEYS), regime(divided.mean, KEYS)
     shown = f"drawn at d_k = {DIM}: spread {spread:.2f} without is {raw}, {divided:.2f} with {scaled}"
     return Evidence((raw, scaled) == ("sharp", "healthy"), shown)
 
@@ -302,7 +298,7 @@ def _cheap() -> Evidence:
 SOURCE.add(
     "When Scaling Matters Most",
     Entry("high-dim-critical", "For wide heads scaling is critical.", "critical", _high_dim),
-    Entry("low-dim-less-critical", "For narrow heads scaling matters less.", "less critical", _low_dim),
+    Entry("low-dim-less-critical", "For narrow heads scaling matters less.", "less critical", lambda: _lost(4, 64)),
     Entry("random-init-normal", "At random initialisation scores are close to N(0, d_k).", "N(0, d_k)", _nearly_normal,
           limit=Limit(UNIT, "when weights start from N(0, 0.02²)", gpt2_scaled_spread)),
     Entry("trained-controlled", "In a trained model scores may be controlled.", "may be", _bundled_controlled,
@@ -329,35 +325,20 @@ def _by_query() -> Evidence:
     return ordered("entropy, of its maximum:", found, ".0%")
 
 
-def _learned_in_language() -> Evidence:
-    found = [each for each in LEARNED if each.language]
-    return published(found, bool(found))
-
-
-def _learned_alone() -> Evidence:
-    found = [each.model for each in LEARNED if each.language and each.is_temperature]
-    return published(found, bool(found))
-
-
 SOURCE.add(
     "Alternative Scaling Factors",
     Entry("learned-temperature", "Some implementations learn the temperature.", "some",
-          lambda: published(LEARNED, len(LEARNED) > 1)),
+          lambda: published_some(LEARNED, at_least=2)),
     Entry("efficient-learn-temperature", "Some efficient variants of language models learn the temperature.", "some",
-          _learned_in_language, "A selection of models, not all.",
-          Limit("for a learned gain on q·k", "for a temperature alone", _learned_alone)),
+          lambda: published_some([each for each in LEARNED if each.language]), "A selection of models, not all.",
+          Limit("for a learned gain on q·k", "for a temperature alone",
+                lambda: published_some([each for each in LEARNED if each.language and each.is_temperature]))),
     Entry("small-temperature-sharper", "A temperature below √d_k sharpens attention.", "sharper",
           lambda: _entropies({"at ½√d_k": 0.5, "at √d_k": 1.0})),
     Entry("large-temperature-softer", "A temperature above √d_k softens attention.", "softer",
           lambda: _entropies({"at √d_k": 1.0, "at 2√d_k": 2.0})),
     Entry("scale-by-query", "A scale for each query lets queries differ in sharpness.", "differ", _by_query),
 )  # fmt: skip
-
-
-def _universal() -> Evidence:
-    models = language_models(since=MODERN, millions=FULL_SIZE)
-    others = [setting for setting in models if not setting.standard]
-    return Evidence(not others, f"published, times 1/√d_k: {', '.join(map(str, others)) or 'none that differs'}")
 
 
 def _are_standard(*names: str) -> Evidence:
@@ -373,7 +354,8 @@ def _llama4() -> Evidence:
 
 SOURCE.add(
     "Connection to Modern LLMs",
-    Entry("modern-llms-universal", "All modern language models scale by 1/√d_k.", "universal", _universal,
+    Entry("modern-llms-universal", "All modern language models scale by 1/√d_k.", "universal",
+          lambda: published_none([each for each in language_models(MODERN, millions=FULL_SIZE) if not each.standard]),
           "One exception refutes a universal claim. How many models do so a selection cannot say: not testable."),
     Entry("gpt-standard", "GPT scales by 1/√d_k.", "standard", lambda: _are_standard("GPT", "GPT-2")),
     Entry("llama-standard", "LLaMA scales by 1/√d_k.", "standard", lambda: _are_standard("LLaMA-2 7B"),
@@ -391,11 +373,6 @@ def _stable(rate: float) -> Evidence:
     return Evidence(learned == len(losses), shown)
 
 
-def _essential_for_all() -> Evidence:
-    without = [setting.model for setting in language_models(millions=FULL_SIZE) if setting.multiplier == 1]
-    return Evidence(not without, f"published: {', '.join(without)} multiply by 1")
-
-
 SOURCE.add(
     "Summary",
     Entry("stable-training-any-dim", "With 1/√d_k training is stable whatever the dimension.", "stable",
@@ -403,5 +380,6 @@ SOURCE.add(
           "Published: runs whose largest score passed 10,000 diverged (Wortsman et al., arXiv 2309.14322).",
           Limit("at a suitable learning rate", "at a hundred times that rate", lambda: _stable(HOT * RATE))),
     Entry("essential-in-practice", "Attention needs the division to work in practice.", "essential", _scale_healthy,
-          limit=Limit(UNIT, "for released models that multiply by 1", _essential_for_all)),
+          limit=Limit(UNIT, "for released models that multiply by 1",
+                      lambda: published_none([each for each in language_models() if each.multiplier == 1]))),
 )  # fmt: skip

@@ -62,21 +62,15 @@ class Twins:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; a loss that is not finite is None."""
-        runs = [
-            {
-                "name": run.name,
-                "losses": plain(run.losses),
-                "held_out": plain(run.held_out),
-                "received": plain(run.received),
-                "records": [record.to_dict() for record in run.records],
-                "findings": [asdict(finding) for finding in run.audit.findings] if run.audit is not None else [],
-            }
-            for run in self.runs
-        ]
-        return {
-            "title": self.title, "verdict": self.verdict, "explanation": list(self.explanation), "runs": runs,
-            "settings": dict(self.settings),
-        }  # fmt: skip
+        found = {name: getattr(self, name) for name in ("title", "verdict", "explanation", "settings")}
+        runs = []
+        for run in self.runs:
+            own = {name: getattr(run, name) for name in ("name", "losses", "held_out", "received")}
+            findings = run.audit.findings if run.audit is not None else []
+            own["records"] = [record.to_dict() for record in run.records]
+            runs.append(own | {"findings": [asdict(finding) for finding in findings]})
+        whole: dict[str, Any] = plain({**found, "runs": runs})
+        return whole
 
 
 class TwinTraining:

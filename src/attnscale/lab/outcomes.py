@@ -131,11 +131,12 @@ class Outcomes:
         return band((first[seed] - second[seed] for seed in first if seed in second), points)
 
     def exponent(self, measure: str, along: str) -> Band:
-        """Return the power of a setting that a number follows, fitted seed by seed."""
-        return band(
-            float(np.polyfit(np.log(own.values(along)), np.log(own.samples(measure)), 1)[0])
-            for own in (self.where(seed=seed) for seed in self.values("seed"))
-        )
+        """Return the power of a setting that a number follows, fitted seed by seed; nan if one is not finite."""
+        powers = []
+        for own in self.groups("seed").values():
+            x, y = np.log(own.values(along)), np.log(own.samples(measure))
+            powers.append(float(np.polyfit(x, y, 1)[0]) if np.isfinite(y).all() else math.nan)
+        return band(powers)
 
     def curve(self, name: str, x: str, y: str, **settings: Setting) -> Curve:
         """Return a number against a setting, with intervals over seeds."""
@@ -178,11 +179,13 @@ class Outcomes:
         return banded(name, x, [band(values) for values in zip(*lists, strict=True)])
 
     def check(
-        self, statement: str, measure: str, expected: Mapping[Any, float], along: str, curves: int = 1,
+        self, statement: str, measure: str, theory: Callable[[Any], float], along: str, curves: int = 1,
         **settings: Setting,
     ) -> Check:  # fmt: skip
-        """Check that a curve agrees with theory, as one of `curves` that are checked together."""
-        own, points = self.where(**settings), round(len(expected) * curves * (1 - LEVEL) / CHANCE)
+        """Check that a curve along a setting agrees with theory(setting), as one of `curves` checked together."""
+        own = self.where(**settings)
+        expected = {value: theory(value) for value in own.values(along)}
+        points = round(len(expected) * curves * (1 - LEVEL) / CHANCE)
         bands = {value: own.band(measure, points=points, **{along: value}) for value in expected}
         seeds = min(found.seeds for found in bands.values())
         if seeds < 2:
@@ -197,9 +200,8 @@ class Outcomes:
             f"{len(bands) - len(outside)} of {len(bands)} points within their intervals over {seeds} seeds; largest "
             f"difference {off:{form}}, widest interval ±{widest:{form}}"
         )
-        return Check(
-            statement, not outside, evidence + (f"; outside at {along} = {_listed(outside)}" if outside else "")
-        )
+        where = f"; outside at {along} = {_listed(outside)}" if outside else ""
+        return Check(statement, not outside, evidence + where)
 
 
 def column(values: Sequence[float]) -> tuple[float | None, ...]:

@@ -119,8 +119,8 @@ def _plot(extreme: Outcomes, drawn: Outcomes, models: Outcomes) -> Plot:
     for scale in models.values("scale"):
         x, y = (tuple(models.samples(name, scale=scale)) for name in ("spread", "entropy"))
         curves.append(Curve(f"trained {NAMES[scale]}", x, column(y)))
-    return Plot("Entropy against spread", "spread", "entropy, nats", tuple(curves),
-                f"No row of {KEYS} keys can be below the lowest curve; models see a few keys more.", log_x=True)  # fmt: skip
+    notice = f"No row of {KEYS} keys can be below the lowest curve; models see a few keys more."
+    return Plot("Entropy against spread", "spread", "entropy, nats", tuple(curves), notice, log_x=True)
 
 
 EXPERIMENT = Experiment(

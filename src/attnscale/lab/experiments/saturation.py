@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -49,6 +50,11 @@ def _one_large_score(keys: int) -> Outcome:
     return {"weight": weight.tolist(), "saturates": float(passes)}
 
 
+def expected(measure: str, keys: int, spread: float) -> float:
+    """Return what theory says of a measure over Gaussian scores."""
+    return float(getattr(expected_softmax(spread, keys), measure))
+
+
 def conclude(outcomes: Outcomes) -> Conclusion:
     """Say where softmax saturates for each number of keys."""
     one, many = outcomes.where(part=ONE), outcomes.where(part=MANY)
@@ -73,7 +79,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
                    {"entropy_ratio": "entropy (share of max)", "top1": "top-1", "jacobian_trace": "1 − Σp²",
                     "saturated": "saturated rows"}),
     )  # fmt: skip
-    return Conclusion(text, tuple(checks), tables, _plots(one, many))
+    return Conclusion(text, checks, tables, _plots(one, many))
 
 
 def _halved(many: Outcomes, keys: int) -> Band:
@@ -87,21 +93,20 @@ def _halved(many: Outcomes, keys: int) -> Band:
 
 def _checks_of_one(one: Outcomes) -> list[Check]:
     off = max(abs(found["saturates"] - saturation_point(int(own["keys"] or 0), SATURATED)) for own, found in one)
-    expected = {keys: 1 / (1 + (keys - 1) * np.exp(-SCORES)) for keys in one.values("keys")}
-    weights = max(float(abs(np.array(found["weight"]) - expected[own["keys"]]).max()) for own, found in one)
+    closed = {keys: 1 / (1 + (keys - 1) * np.exp(-SCORES)) for keys in one.values("keys")}
+    weights = max(float(abs(np.array(found["weight"]) - closed[own["keys"]]).max()) for own, found in one)
     return [
         Check(f"softmax([x, 0, …, 0]) reaches {SATURATED:.0%} at x = ln({SATURATED:g} (n − 1)/{1 - SATURATED:.2g})",
-              off < 1e-6, f"{len(expected)} numbers of keys, largest difference {off:.1g}"),
+              off < 1e-6, f"{len(closed)} numbers of keys, largest difference {off:.1g}"),
         Check("its first weight is 1/(1 + (n − 1) e⁻ˣ)", weights < 1e-9,
-              f"{len(SCORES)} scores over {len(expected)} numbers of keys, largest difference {weights:.1g}"),
+              f"{len(SCORES)} scores over {len(closed)} numbers of keys, largest difference {weights:.1g}"),
     ]  # fmt: skip
 
 
 def _checks_of_many(many: Outcomes) -> list[Check]:
-    lengths, spreads = many.values("keys"), many.values("spread")
+    lengths = many.values("keys")
     return [
-        many.check(f"{title} over {keys} Gaussian scores matches theory", name,
-                   {spread: getattr(expected_softmax(spread, keys), name) for spread in spreads}, "spread",
+        many.check(f"{title} over {keys} Gaussian scores matches theory", name, partial(expected, name, keys), "spread",
                    len(lengths) * len(TITLES), keys=keys)
         for name, title in TITLES.items() for keys in lengths
     ]  # fmt: skip
@@ -114,10 +119,7 @@ def _plots(one: Outcomes, many: Outcomes) -> tuple[Plot, ...]:
     single = tuple(Curve(names[keys], tuple(SCORES.tolist()), column(first[keys])) for keys in names)
 
     def many_curves(measure: str) -> tuple[Curve, ...]:
-        def theory(keys: int, spread: float) -> float:
-            return float(getattr(expected_softmax(spread, keys), measure))
-
-        return many.curves("spread", measure, "keys", names=names, theory=theory)
+        return many.curves("spread", measure, "keys", names=names, theory=partial(expected, measure))
 
     return (
         Plot("softmax([x, 0, …, 0])", "x", "weight of the first key", single,

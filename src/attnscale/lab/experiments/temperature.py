@@ -3,12 +3,11 @@
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import nn
 
 from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Heatmap, Outcome, Plot, Settings, Table
-from attnscale.lab.outcomes import Band, Outcomes, band, column, diverged_sentence, verdicts
+from attnscale.lab.outcomes import Band, Outcomes, column, diverged_sentence, verdicts
 from attnscale.lab.tasks import TASKS, Task
 from attnscale.lab.training import Schedule, score_summary, seeded_run
 from attnscale.operator import attention_weights
@@ -68,7 +67,8 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     for task in outcomes.values("task"):
         own = outcomes.where(task=task).at_best_rates("multiple")
         costs = {multiple: _cost(own, multiple) for multiple in MULTIPLES if multiple != 1}
-        powers = {when: _power(own, f"spread_{when}") for when in ("before", "after")}
+        # −1 if a temperature acts in full, 0 if training undid it
+        powers = {when: own.exponent(f"spread_{when}", "multiple") for when in ("before", "after")}
         sentences += [f"{task.capitalize()}: {_on_costs(own, costs)}", _on_training(own, powers)]
         checks += _checks(task, costs, powers)
         tables.append(_table(task, own))
@@ -79,16 +79,6 @@ def conclude(outcomes: Outcomes) -> Conclusion:
 
 def _cost(own: Outcomes, multiple: float) -> Band:
     return own.difference("final", {"multiple": multiple}, {"multiple": 1.0}, points=len(MULTIPLES) - 1)
-
-
-def _power(own: Outcomes, spread: str) -> Band:
-    """Return d ln(spread) / d ln(τ) over seeds: −1 if a temperature acts in full, 0 if training undid it."""
-    powers = []
-    for seed in own.values("seed"):
-        spreads = [own.samples(spread, multiple=multiple, seed=seed)[0] for multiple in MULTIPLES]
-        is_known = np.isfinite(spreads).all()
-        powers.append(float(np.polyfit(np.log(MULTIPLES), np.log(spreads), 1)[0]) if is_known else math.nan)
-    return band(powers)
 
 
 def _on_costs(own: Outcomes, costs: dict[float, Band]) -> str:
