@@ -37,6 +37,11 @@ class Band:
         """Upper end of the interval."""
         return self.mean + self.margin
 
+    @property
+    def columns(self) -> tuple[float | None, float | None]:
+        """Mean and margin for a table, None if not finite."""
+        return finite(self.mean), finite(self.margin)
+
     def contains(self, value: float) -> bool:
         """Return True if the value lies in the interval."""
         return self.low <= value <= self.high
@@ -168,7 +173,7 @@ class Outcomes:
             for name, heading in measures.items():
                 found = own.band(name)
                 mean = own.count(name) if isinstance(own.cells[0][1][name], bool) else finite(found.mean)
-                row += [mean, finite(found.margin)] if heading.endswith("±") else [mean]
+                row += [mean, found.columns[1]] if heading.endswith("±") else [mean]
             rows.append(tuple(row))
         headings = [part for heading in measures.values() for part in heading.rsplit(" ", heading.endswith("±"))]
         return Table(title, (*settings.values(), *headings), tuple(rows))
@@ -204,7 +209,7 @@ class Outcomes:
         return Check(statement, not outside, evidence + where)
 
 
-def column(values: Sequence[float]) -> tuple[float | None, ...]:
+def column(values: Iterable[float]) -> tuple[float | None, ...]:
     """Return numbers for a curve or a table, with None for those that are not finite, which JSON cannot write."""
     return tuple(finite(float(value)) for value in values)
 

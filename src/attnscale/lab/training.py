@@ -1,12 +1,12 @@
 """Training in the lab: seeded models and runs, their losses and scores, and how evenly queries receive gradient."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam
@@ -14,6 +14,7 @@ from torch.optim import Adam
 from attnscale.lab.tasks import Batch, Task
 from attnscale.models import CausalTransformer
 from attnscale.models.transformer import CausalSelfAttention
+from attnscale.reference import Array
 from attnscale.rules import get_rule
 from attnscale.train import Monitor, Record
 from attnscale.watching import watch
@@ -142,21 +143,20 @@ class Trained:
         """Loss at the end; if it is not finite, the loss at the start."""
         return self.end if math.isfinite(self.end) else self.start
 
-    def curve(self, steps: int, points: int = CURVE_POINTS) -> list[float]:
+    def curve(self, steps: int) -> list[float]:
         """Return mean losses over equal parts of the run; parts that it did not reach count as `final`."""
         whole = [*self.losses, *[math.nan] * (steps - len(self.losses))]
-        means = (math.fsum(whole[start:end]) / (end - start) for start, end in _parts(steps, points))
+        means = (math.fsum(part) / len(part) for part in _parts(whole))
         return [mean if math.isfinite(mean) else self.final for mean in means]
 
 
-def curve_steps(steps: int, points: int = CURVE_POINTS) -> list[float]:
+def curve_steps(steps: int) -> list[float]:
     """Return the middle step of each part of a curve."""
-    return [(start + end - 1) / 2 for start, end in _parts(steps, points)]
+    return [float(part.mean()) for part in _parts(range(steps))]
 
 
-def _parts(steps: int, points: int) -> list[tuple[int, int]]:
-    points = min(points, steps)
-    return list(pairwise(point * steps // points for point in range(points + 1)))
+def _parts(values: Sequence[float]) -> list[Array]:
+    return np.array_split(np.array(values, dtype=np.float64), min(CURVE_POINTS, len(values)))
 
 
 def trained(model: nn.Module, task: Task, schedule: Schedule) -> Trained:

@@ -11,7 +11,6 @@ from attnscale.lab.outcomes import (
     Band,
     Outcomes,
     banded,
-    column,
     diverged_sentence,
     verdict,
     verdicts,
@@ -124,11 +123,11 @@ def _table(own: Outcomes, task: str) -> Table:
     for head_dim in sorted(own.values("head_dim")):
         for (variant,), runs in own.where(head_dim=head_dim).groups("variant").items():
             final, cost = runs.band("final"), _costs(own, str(variant))[head_dim]
-            numbers = column([final.mean, final.margin, cost.mean, cost.margin])
             starts = (runs.band(name).mean for name in ("entropy_before", "gain_before"))
             word = "" if variant == REFERENCE else verdict(cost)
             rate = runs.values("rate")[0]
-            rows.append((head_dim, variant, rate, *numbers, word, runs.count("diverged"), *starts))
+            numbers = (*final.columns, *cost.columns, word, runs.count("diverged"), *starts)
+            rows.append((head_dim, variant, rate, *numbers))
     return Table(f"Final loss, {task}", columns, tuple(rows))
 
 

@@ -137,8 +137,8 @@ def _on_gradients(found: Sequence[WithoutScale]) -> str:
 def _gradient_table(found: Sequence[WithoutScale]) -> Table:
     rows = []
     for shape, each in zip(KINDS, found, strict=True):
-        medians = (each.on_scores.mean, each.on_scores.margin, each.on_query.mean, each.on_query.margin)
-        rows.append((*shape, *medians, percent(each.lower_half.mean), percent(each.lower_half_scaled.mean)))
+        shares = percent(each.lower_half.mean), percent(each.lower_half_scaled.mean)
+        rows.append((*shape, *each.on_scores.columns, *each.on_query.columns, *shares))
     columns = ("d_k", "keys", "median row's scores", "±", "median query", "±", "lower half's share", "with √d_k")
     return Table("Gradient without a divisor, in multiples of that with √d_k", columns, tuple(rows))
 

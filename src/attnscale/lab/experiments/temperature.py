@@ -125,8 +125,8 @@ def _table(task: str, own: Outcomes) -> Table:
         at = own.where(multiple=multiple)
         final, cost = at.band("final"), _cost(own, multiple)
         states = (at.band(name).mean for name in ("entropy_before", "entropy_after", "spread_before", "spread_after"))
-        numbers = column([final.mean, final.margin, cost.mean, cost.margin, *states])
-        rows.append((_name(multiple), at.values("rate")[0], *numbers, at.count("diverged")))
+        numbers = (*final.columns, *cost.columns, *column(states), at.count("diverged"))
+        rows.append((_name(multiple), at.values("rate")[0], *numbers))
     return Table(f"Temperatures, {task}", columns, tuple(rows))
 
 

@@ -115,8 +115,7 @@ def _sentence(own: Outcomes, head_dim: int) -> str:
 def _tables(shipped: Outcomes, own: Outcomes) -> list[Table]:
     first, rows = [], []
     for scale in SCALES:
-        found = shipped.band(f"{scale} {AT_ONCE}")
-        first.append((NAMES[scale], *column([found.mean, found.margin])))
+        first.append((NAMES[scale], *shipped.band(f"{scale} {AT_ONCE}").columns))
     for (head_dim,), runs in own.groups("head_dim").items():
         for scale in SCALES:
             rows.append((head_dim, NAMES[scale], *column([runs.band(f"{scale} {when}").mean for when in MOMENTS])))
