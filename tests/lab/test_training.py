@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from attnscale import rules
-from attnscale.lab.experiments.ablation import VARIANTS
 from attnscale.lab.tasks import NOT_ASKED, TASKS, Characters, Recall, _text
 from attnscale.lab.training import (
     SCALES,
@@ -96,15 +95,6 @@ def test_a_seed_decides_a_run():
     assert losses(seed=1) != first
 
 
-def test_variants_begin_with_the_same_weights():
-    models = [seeded_model(TASK.vocabulary, 3, scale=scale, **SHAPE) for scale in VARIANTS.values()]
-    shared = set.intersection(*(set(model.state_dict()) for model in models))
-    assert "blocks.1.attention.query.weight" in shared
-    assert all(
-        torch.equal(model.state_dict()[name], models[0].state_dict()[name]) for model in models for name in shared
-    )
-
-
 def test_the_rate_rises_and_falls_to_zero():
     schedule = Schedule(steps=200, rate=0.3)
     rates = [schedule.rate_at(step) for step in range(201)]
@@ -119,27 +109,24 @@ def test_a_run_that_breaks_down_ends_and_counts_at_its_first_loss():
     found = trained(model, TASK, Schedule(40, 1e20))
     assert len(found.losses) < 40
     assert found.diverged
-    assert found.final == found.start == found.curve(40, points=20)[-1]
-    assert all(map(math.isfinite, found.curve(40, points=20)))
-
-
-def test_a_run_that_ends_above_its_first_loss_diverged():
+    assert found.final == found.start == found.curve(40)[-1]
+    assert all(map(math.isfinite, found.curve(40)))
     assert Trained((2.0, 9.0), start=3.0, end=8.0).diverged
     assert Trained((2.0, 9.0), start=3.0, end=8.0).final == 8.0
     assert not Trained((2.0, 1.0), start=3.0, end=1.0).diverged
 
 
 def test_a_curve_is_the_mean_of_each_part():
-    found = Trained(tuple(map(float, range(7))), start=9.0, end=1.0)
-    assert found.curve(7, points=3) == curve_steps(7, points=3) == [0.5, 2.5, 5.0]
-    assert found.curve(7, points=20) == list(range(7))
+    found = Trained(tuple(map(float, range(41))), start=9.0, end=1.0)
+    assert found.curve(41) == curve_steps(41) == [1.0, *(point + 0.5 for point in range(3, 40, 2))]
+    assert found.curve(7) == list(range(7))
 
 
-def test_a_lower_temperature_gives_larger_scores_and_less_entropy():
-    cold, warm = (
-        score_summary(seeded_model(TASK.vocabulary, 0, **SHAPE, layers=1, scale=rules.temperature(tau)), TASK)
-        for tau in (1.0, 4.0)
-    )
+def test_a_lower_temperature_gives_the_same_weights_larger_scores_and_less_entropy():
+    models = [seeded_model(TASK.vocabulary, 0, **SHAPE, layers=1, scale=rules.temperature(tau)) for tau in (1.0, 4.0)]
+    weights = [dict(model.named_parameters()) for model in models]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    cold, warm = (score_summary(model, TASK) for model in models)
     assert cold["std"] == pytest.approx(4 * warm["std"], rel=1e-4)
     assert cold["max"] == pytest.approx(4 * warm["max"], rel=1e-4)
     assert cold["entropy_ratio"] < warm["entropy_ratio"]
