@@ -88,7 +88,7 @@ FLIPS = [
     ("stable-training-any-dim", computations, "final_loss", lambda dim, rate: exact(0.5), "confirmed"),
     ("stable-training-any-dim", computations, "final_loss", lambda dim, rate: exact(3.0), "refuted"),
     ("small-temperature-sharper", computations, "drawn_rows", RISING, "refuted"),
-    ("modern-llms-universal", textbook, "language_models", lambda **_: [textbook.find("GPT-2")], "confirmed"),
+    ("modern-llms-universal", textbook, "language_models", lambda *_, **__: [textbook.find("GPT-2")], "confirmed"),
     ("initialisation-dependent", computations, "head_spread", lambda name: exact(8.0), "refuted"),
     ("small-dim-hardly-matters", computations, "drawn_rows", rows(jacobian_trace=lambda d, by: by), "refuted"),
     ("small-dim-hardly-matters", computations, "drawn_rows", rows(jacobian_trace=lambda d, by: 0.9), "confirmed"),
