@@ -16,6 +16,7 @@ LEVEL = 0.95
 # in three complete runs would report a false failure.
 CHANCE = 0.01
 NEGLIGIBLE = 0.1  # nats
+SMALLEST_SHARE = 1e-6  # that is written in digits
 WORSE, BETTER, ALIKE, UNDECIDED = "worse", "better", "no difference", "undecided"
 
 
@@ -287,9 +288,11 @@ def ranging(values: Iterable[float], digits: int = 3) -> str:
 def percent(share: float) -> str:
     """Write a share with one decimal, or with one digit if that would show zero.
 
-    >>> percent(0.614), percent(0.0002374)
-    ('61.4%', '0.02%')
+    >>> percent(0.614), percent(0.0002374), percent(2e-7)
+    ('61.4%', '0.02%', 'less than 0.0001%')
     """
+    if 0 < share < SMALLEST_SHARE:
+        return "less than 0.0001%"
     return f"{share:.1%}" if share == 0 or share >= 0.0005 else f"{100 * share:.1g}%"
 
 

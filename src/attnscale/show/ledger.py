@@ -32,7 +32,7 @@ def _print_title(source: Source, console: Console) -> None:
 
 def _entry(claim: Claim) -> Text:
     note = f"{claim.note} " if claim.note else ""
-    sentence = f"{claim.claim} Claimed {shown_value(claim.claimed)}, computed {shown_value(claim.computed)}. "
+    sentence = f"{claim.claim} Claimed: {shown_value(claim.claimed)}. Computed: {shown_value(claim.computed)}. "
     section = (f"{note}[{claim.section}]", "dim")
     return Text.assemble((f"{claim.verdict} ", STYLES[claim.verdict]), (f"{claim.id}: ", "cyan"), sentence, section)
 

@@ -1,9 +1,9 @@
 """Training without 1/√d_k, and with other scales: a small transformer with each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, Table, product
 from attnscale.lab.outcomes import (
     ALIKE,
     UNDECIDED,
@@ -27,30 +27,22 @@ VARIANTS = {
     "learned τ": "LearnedTemperature",
     "τ of the query": "QueryTemperature",
 }
-HEAD_DIMS = (8, 32, 128, 256)
+HEAD_DIMS = (256, 128, 32, 8)  # slow ones first, so that no worker is left with one
 NOTICE = "Each variant at its best learning rate."
 
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List every variant at every d_k and rate, on each task."""
     if quick:
-        whole = _product("easy recall", [8, 256], [0.005], {"d_model": 32, "heads": 1, "steps": 40})
-        return [own for own in whole if own["head_dim"] == 256 or own["variant"] in (REFERENCE, WITHOUT)]
-    full = {"d_model": 64, "heads": 2}
-    return [
-        *_product("characters", HEAD_DIMS, [0.001, 0.003, 0.01, 0.03], full | {"steps": 200}),
-        *_product("recall", HEAD_DIMS, [0.0003, 0.001, 0.003, 0.01], full | {"steps": 300}),
-    ]
-
-
-def _product(
-    task: str, head_dims: Sequence[int], rates: Sequence[float], size: Mapping[str, int]
-) -> list[Settings]:  # fmt: skip
-    return [
-        {"task": task, "variant": variant, "head_dim": head_dim, "rate": rate, **size}
-        for head_dim in sorted(head_dims, reverse=True)  # slow ones first, so that no worker is left with one
-        for variant in VARIANTS for rate in rates
-    ]  # fmt: skip
+        small = {"rate": 0.005, "d_model": 32, "heads": 1, "steps": 40}
+        narrow = product(task="easy recall", head_dim=8, variant=[REFERENCE, WITHOUT], **small)
+        return [*product(task="easy recall", head_dim=256, variant=VARIANTS, **small), *narrow]
+    rates = {"characters": [0.001, 0.003, 0.01, 0.03], "recall": [0.0003, 0.001, 0.003, 0.01]}
+    steps, size = {"characters": 200, "recall": 300}, {"d_model": 64, "heads": 2}
+    cells: list[Settings] = []
+    for task in rates:
+        cells += product(task=task, head_dim=HEAD_DIMS, variant=VARIANTS, rate=rates[task], steps=steps[task], **size)
+    return cells
 
 
 def run(task: str, variant: str, rate: float, steps: int, seed: int, device: str = "cpu", **shape: int) -> Outcome:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table, product
 from attnscale.lab.outcomes import Band, Outcomes, band, percent, tally
 from attnscale.lab.training import gradient_shares
 from attnscale.measure import score_stats
@@ -28,15 +28,10 @@ KINDS = ((24, 64), (64, 64), (64, 1024), (256, 256), (512, 64))  # d_k and keys 
 def grid(quick: bool) -> Sequence[Settings]:
     """List every divisor at every d_k, and the shapes whose gradients are compared."""
     head_dims = [4, 16, 64, 256] if quick else [4, 16, 64, 256, 1024, 4096]
-    along: list[Settings] = [
-        {"part": ALONG, "divisor": divisor, "head_dim": head_dim, "keys": KEYS}
-        for divisor in RULES for head_dim in head_dims
-    ]  # fmt: skip
-    shapes: list[Settings] = [
-        {"part": SHAPES, "divisor": divisor, "head_dim": head_dim, "keys": keys}
-        for head_dim, keys in KINDS for divisor in ("none", "√d_k")
-    ]  # fmt: skip
-    return along + shapes
+    cells = product(part=ALONG, divisor=RULES, head_dim=head_dims, keys=KEYS)
+    for head_dim, keys in KINDS:
+        cells += product(part=SHAPES, divisor=["none", "√d_k"], head_dim=head_dim, keys=keys)
+    return cells
 
 
 def run(part: str, divisor: str, head_dim: int, keys: int, seed: int) -> Outcome:
@@ -68,12 +63,13 @@ def expected(measure: str, divisor: str, head_dim: int) -> float:
     """Return what theory says of a measure."""
     scale = head_dim ** POWERS[divisor]
     row = expected_row(scale * math.sqrt(head_dim), KEYS, head_dim)
-    return {
+    measures: dict[str, float] = {
         "variance": scale**2 * head_dim,
         "entropy_ratio": row.entropy / math.log(KEYS),
         "jacobian_trace": row.jacobian_trace,
         "passed": row.jacobian_norm2,
-    }[measure]
+    }
+    return measures[measure]
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:

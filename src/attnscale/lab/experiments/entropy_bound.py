@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, product
 from attnscale.lab.outcomes import Outcomes, column, expected_curve, tally
 from attnscale.lab.tasks import TASKS
 from attnscale.lab.training import NAMES, SCALES, Schedule, seeded_run
@@ -23,17 +23,14 @@ SLACK = 1e-6  # nats, for rounding
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List rows of every spread with one key apart from the others, Gaussian rows, and models under each scale."""
-    spreads = [0.25, 1.0, 4.0] if quick else [0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0]
-    task, steps, rates, size = (
-        ("easy recall", 40, [0.01], {"d_model": 32, "heads": 1, "head_dim": 64}) if quick
-        else ("recall", 300, [0.001, 0.01], {"d_model": 64, "heads": 2, "head_dim": 64})
-    )  # fmt: skip
-    rows: list[Settings] = [{"part": part, "spread": spread} for part in (EXTREME, DRAWN) for spread in spreads]
-    models: list[Settings] = [
-        {"part": MODEL, "scale": scale, "rate": rate, "task": task, "steps": steps, **size}
-        for scale in SCALES for rate in rates
-    ]  # fmt: skip
-    return rows + models
+    if quick:
+        spreads = [0.25, 1.0, 4.0]
+        models = product(scale=SCALES, rate=0.01, task="easy recall", steps=40, d_model=32, heads=1)
+    else:
+        spreads = [0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0]
+        models = product(scale=SCALES, rate=[0.001, 0.01], task="recall", steps=300, d_model=64, heads=2)
+    rows = product(part=[EXTREME, DRAWN], spread=spreads)
+    return rows + [{"part": MODEL, "head_dim": 64, **model} for model in models]
 
 
 def run(part: str, seed: int, device: str = "cpu", **settings: Any) -> Outcome:

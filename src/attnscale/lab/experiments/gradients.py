@@ -7,7 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Heatmap, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import (
+    Check,
+    Conclusion,
+    Curve,
+    Experiment,
+    Heatmap,
+    Outcome,
+    Plot,
+    Settings,
+    Table,
+    product,
+)
 from attnscale.lab.outcomes import Outcomes, column, percent, tally
 from attnscale.lab.tasks import Characters
 from attnscale.lab.training import NAMES, SCALES, SHARES, attentions_of, query_shares
@@ -35,11 +46,7 @@ BASE = "1/√d_k"
 def grid(quick: bool) -> Sequence[Settings]:
     """List the named rows, and models of every depth, d_k and scale."""
     depths, head_dims = ([4], [8, 128]) if quick else ([2, 4, 8], [8, 32, 128, 256])
-    models: list[Settings] = [
-        {"part": MODEL, "layers": layers, "head_dim": head_dim, "scale": scale}
-        for layers in depths for head_dim in head_dims for scale in SCALES
-    ]  # fmt: skip
-    return [{"part": NAMED}, *models]
+    return [{"part": NAMED}, *product(part=MODEL, layers=depths, head_dim=head_dims, scale=SCALES)]
 
 
 def run(part: str, seed: int, layers: int = 1, head_dim: int = 2, scale: str = BASE) -> Outcome:

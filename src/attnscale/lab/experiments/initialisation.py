@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, Table, product
 from attnscale.lab.outcomes import Band, Outcomes, banded, expected_curve, ranging, tally
 from attnscale.measure import score_stats
 from attnscale.rules import get_rule
@@ -52,7 +52,11 @@ class Scheme:
     def predicted_variance(self, d_model: int) -> float:
         """Return the variance of the scores under the scheme's own rule."""
         some = torch.zeros(1, d_model // HEADS)
-        return (get_rule(self.rule)(some, some)[2] * self.predicted(d_model).score_std) ** 2
+        return get_rule(self.rule)(some, some)[2] ** 2 * self.unscaled_variance(d_model)
+
+    def unscaled_variance(self, d_model: int) -> float:
+        """Return the variance of q·k."""
+        return self.predicted(d_model).score_std ** 2
 
 
 SCHEMES = {
@@ -68,8 +72,7 @@ SCHEMES = {
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List every scheme at every width; d_k is a quarter of it."""
-    widths = [64, 256] if quick else [64, 128, 256, 512, 768, 1024]
-    return [{"scheme": scheme, "d_model": d_model} for scheme in SCHEMES for d_model in widths]
+    return product(scheme=SCHEMES, d_model=[64, 256] if quick else [64, 128, 256, 512, 768, 1024])
 
 
 def run(scheme: str, d_model: int, seed: int) -> Outcome:
@@ -97,7 +100,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
             own.check(f"{name}: the variance of the scores matches theory", "variance", scheme.predicted_variance,
                       "d_model", curves),
             own.check(f"{name}: the calibrated scale matches theory", "uncalibrated",
-                      lambda width, scheme=scheme: scheme.predicted(width).score_std ** 2, "d_model", curves),
+                      scheme.unscaled_variance, "d_model", curves),
         ]  # fmt: skip
     checks.append(_unit(outcomes))
     spreads = {name: [_spread(outcomes, name, width)[0] for width in widths] for name in schemes}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings
+from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, product
 from attnscale.lab.outcomes import NEGLIGIBLE, Band, Outcomes, diverged_sentence, tally
 from attnscale.lab.tasks import TASKS
 from attnscale.lab.training import Schedule, seeded_run
@@ -20,11 +20,8 @@ def grid(quick: bool) -> Sequence[Settings]:
     """List every κ at every d_k."""
     if quick:
         size = {"d_model": 32, "heads": 1, "head_dim": 64}
-        return [{"task": "easy recall", "kappa": kappa, "steps": 80, "rate": 0.005, **size} for kappa in FEW_KAPPAS]
-    return [
-        {"task": "recall", "kappa": kappa, "steps": 300, "rate": 0.003, "d_model": 64, "heads": 2, "head_dim": head_dim}
-        for head_dim in (64, 16) for kappa in KAPPAS
-    ]  # fmt: skip
+        return product(task="easy recall", kappa=FEW_KAPPAS, steps=80, rate=0.005, **size)
+    return product(task="recall", head_dim=[64, 16], kappa=KAPPAS, steps=300, rate=0.003, d_model=64, heads=2)
 
 
 def normalised(kappa: float) -> Rule:

@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, product
 from attnscale.lab.outcomes import Band, Outcomes, band, column, percent, tally
 from attnscale.measure import score_stats
 from attnscale.operator import attention_weights
@@ -30,11 +30,11 @@ def grid(quick: bool) -> Sequence[Settings]:
     """List every rule at every length, for rows that see all keys, causal rows, and rows with one leading key."""
     full = [16, 64, 256, 1024] if quick else [16, 64, 256, 1024, 4096, 16384]
     causal = [64, 256] if quick else [64, 256, 1024, 2048]
-    context: list[Settings] = [
-        {"part": CONTEXT, "rule": rule, "causal": is_causal, "length": length}
-        for is_causal, lengths in ((False, full), (True, causal)) for rule in RULES for length in lengths
-    ]  # fmt: skip
-    return context + [{"part": LEADING, "rule": rule, "length": length} for rule in LEADING_RULES for length in FAR]
+    return [
+        *product(part=CONTEXT, causal=False, rule=RULES, length=full),
+        *product(part=CONTEXT, causal=True, rule=RULES, length=causal),
+        *product(part=LEADING, rule=LEADING_RULES, length=FAR),
+    ]
 
 
 def rule_for(rule: str, length: int) -> Rule:

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table, product
 from attnscale.lab.outcomes import Band, Outcomes, band, column, ranging, tally
 from attnscale.measure import score_stats
 from attnscale.operator import attention_weights
@@ -22,13 +22,11 @@ TITLES = {"entropy_ratio": "entropy", "top1": "the largest weight", "jacobian_tr
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List one large score over several numbers of keys, and every spread over each of them."""
-    lengths = [4, 128, 1024] if quick else [4, 16, 128, 1024, 4096]
-    spreads = [0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0] if quick else (
-        [0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0]
-    )  # fmt: skip
-    one: list[Settings] = [{"part": ONE, "keys": keys} for keys in lengths]
-    many: list[Settings] = [{"part": MANY, "keys": keys, "spread": spread} for keys in lengths for spread in spreads]
-    return one + many
+    if quick:
+        lengths, spreads = [4, 128, 1024], [0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0]
+    else:
+        lengths, spreads = [4, 16, 128, 1024, 4096], [0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0]
+    return product(part=ONE, keys=lengths) + product(part=MANY, keys=lengths, spread=spreads)
 
 
 def run(part: str, keys: int, seed: int, spread: float = 0.0) -> Outcome:

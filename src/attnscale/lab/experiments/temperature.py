@@ -6,7 +6,18 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Heatmap, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import (
+    Check,
+    Conclusion,
+    Curve,
+    Experiment,
+    Heatmap,
+    Outcome,
+    Plot,
+    Settings,
+    Table,
+    product,
+)
 from attnscale.lab.outcomes import Band, Outcomes, column, diverged_sentence, verdicts
 from attnscale.lab.tasks import TASKS, Task
 from attnscale.lab.training import Schedule, score_summary, seeded_run
@@ -23,15 +34,13 @@ LATER_LAYERS = 0.02  # later layers see the effect of a temperature on earlier o
 def grid(quick: bool) -> Sequence[Settings]:
     """List every temperature at every rate, on each task."""
     if quick:
-        tasks, rates = {"easy recall": 80}, [0.005]
-        size = {"d_model": 32, "heads": 1, "head_dim": 64}
-    else:
-        tasks, rates = {"characters": 200, "recall": 300}, [0.001, 0.003, 0.01]
-        size = {"d_model": 64, "heads": 2, "head_dim": 64}
+        small = {"d_model": 32, "heads": 1, "head_dim": 64}
+        return product(task="easy recall", multiple=MULTIPLES, rate=0.005, steps=80, **small)
+    rates, size = [0.001, 0.003, 0.01], {"d_model": 64, "heads": 2, "head_dim": 64}
     return [
-        {"task": task, "multiple": multiple, "rate": rate, "steps": steps, **size}
-        for task, steps in tasks.items() for multiple in MULTIPLES for rate in rates
-    ]  # fmt: skip
+        *product(task="characters", multiple=MULTIPLES, rate=rates, steps=200, **size),
+        *product(task="recall", multiple=MULTIPLES, rate=rates, steps=300, **size),
+    ]
 
 
 def run(

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, Table, product
 from attnscale.lab.outcomes import Outcomes, column, tally
 from attnscale.lab.tasks import TASKS, Batch, Characters
 from attnscale.lab.training import NAMES, SCALES, Schedule, held_out_loss, seeded_run, swap_scale, trained
@@ -25,10 +25,7 @@ SLIGHT = 0.5  # a cost below this share of what it costs an untrained model is s
 def grid(quick: bool) -> Sequence[Settings]:
     """List the bundled model, and models of every d_k that are trained first."""
     task, steps, head_dims = ("easy recall", 80, [16, 256]) if quick else ("recall", 300, [16, 64, 256])
-    own: list[Settings] = [
-        {"part": OWN, "task": task, "steps": steps, "head_dim": head_dim} for head_dim in head_dims
-    ]  # fmt: skip
-    return [{"part": BUNDLED}, *own]
+    return [{"part": BUNDLED}, *product(part=OWN, task=task, steps=steps, head_dim=head_dims)]
 
 
 def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: int = 2, device: str = "cpu") -> Outcome:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table, product
 from attnscale.lab.outcomes import Outcomes, ranging, tally
 from attnscale.theory import score_mean, score_variance
 
@@ -58,8 +58,7 @@ CASES = {
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List every case at every d_k."""
-    head_dims = [1, 4, 16, 64, 256] if quick else [2**power for power in range(13)]
-    return [{"case": case, "head_dim": head_dim} for case in CASES for head_dim in head_dims]
+    return product(case=CASES, head_dim=[1, 4, 16, 64, 256] if quick else [2**power for power in range(13)])
 
 
 def run(case: str, head_dim: int, seed: int) -> Outcome:
