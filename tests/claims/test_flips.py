@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from attnscale.claims import computations, ledger, post, textbook
+from attnscale.claims import computations, ledger, post, settings, textbook
 from attnscale.claims.computations import WithoutScale
 from attnscale.claims.ledger import recorded
 from attnscale.claims.post import PrecisionLoss
@@ -74,11 +74,11 @@ FLIPS = [
     ("trained-controlled", computations, "bundled_scores", lambda: {"std": 9.0, "max": 500.0}, "refuted"),
     ("trained-less-critical", computations, "bundled", (BUNDLED | {"none": exact(5.0)}).get, "refuted"),
     ("trained-less-critical", computations, "bundled", BUNDLED.get, "confirmed"),
-    ("efficient-learn-temperature", textbook, "LEARNED", textbook.LEARNED[:1], "refuted"),
+    ("efficient-learn-temperature", settings, "LEARNED", settings.LEARNED[:1], "refuted"),
     ("stable-training-any-dim", computations, "final_loss", lambda dim, rate: exact(0.5), "confirmed"),
     ("stable-training-any-dim", computations, "final_loss", lambda dim, rate: exact(3.0), "refuted"),
     ("small-temperature-sharper", computations, "drawn_rows", RISING, "refuted"),
-    ("modern-llms-universal", textbook, "language_models", lambda *_, **__: [textbook.find("GPT-2")], "confirmed"),
+    ("modern-llms-universal", settings, "language_models", lambda **_: [settings.find("GPT-2")], "confirmed"),
     ("initialisation-dependent", computations, "head_spread", lambda name: exact(8.0), "refuted"),
     ("small-dim-hardly-matters", computations, "drawn_rows", rows(jacobian_trace=lambda d, by: by), "refuted"),
     ("small-dim-hardly-matters", computations, "drawn_rows", rows(jacobian_trace=lambda d, by: 0.9), "confirmed"),
