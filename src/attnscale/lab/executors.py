@@ -54,12 +54,9 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     try:
         yield executor
         executor.shutdown()
-    except BaseException:
-        held_here.close()  # ends the workers at once
-        executor.shutdown(wait=False, cancel_futures=True)
-        raise
     finally:
-        held_here.close()
+        held_here.close()  # ends workers that still run, after an exception
+        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _start_worker(lifeline: Connection) -> None:

@@ -58,15 +58,12 @@ class Band:
             return f"{self.mean:{form}} (one seed)"
         return f"{self.mean:{form}} ± {self.margin:{'.1%' if form.endswith('%') else '.2g'}}"
 
-    def __str__(self) -> str:
-        return format(self, "")
-
 
 def band(values: Iterable[float], points: int = 1) -> Band:
     """Return the mean and its interval; with `points`, 95% of the time all of that many intervals are right.
 
-    >>> print(band([1.0, 2.0, 3.0]))
-    2 ± 2.5
+    >>> f"{band([1.0, 2.0, 3.0]):.1f}"
+    '2.0 ± 2.5'
     """
     sample = np.fromiter(values, dtype=np.float64)
     seeds = len(sample)
@@ -96,7 +93,7 @@ class Outcomes:
         return Outcomes([cell for cell in self.cells if all(cell[0][name] == value for name, value in wanted)])
 
     def derived(self, measure: Callable[[Outcome], Outcome]) -> "Outcomes":
-        """Return the cells with measures that follow from their own."""
+        """Return the cells with further measures, computed from their own."""
         return Outcomes([(own, {**found, **measure(found)}) for own, found in self])
 
     def values(self, setting: str) -> list[Any]:
