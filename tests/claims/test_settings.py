@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from attnscale.claims.settings import SETTINGS, find, language_models, llama4_temperature
+from attnscale.claims.settings import SETTINGS, find, llama4_temperature
 
 TINY = {"num_hidden_layers": 1, "vocab_size": 11, "intermediate_size": 16}
 
@@ -19,12 +19,6 @@ def test_a_multiplier_is_told_relative_to_one_over_root_dim(model, relative):
     assert find(model).standard == (relative == 1.0)
     assert all(setting.stated for setting in SETTINGS)
     assert not find("Swin-v2").standard  # a learned one
-
-
-def test_language_models_are_picked_by_year_and_size():
-    assert {setting.model for setting in language_models(since=2019, before=2020)} == {"GPT-2", "T5-base"}
-    assert "stories15M" not in {setting.model for setting in language_models(millions=100)}
-    assert "Swin-v2" not in {setting.model for setting in language_models()}
 
 
 def test_llama_4_leaves_its_first_8191_tokens_at_the_standard_scale():

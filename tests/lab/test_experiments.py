@@ -64,14 +64,6 @@ def test_every_check_passes(name):
     assert f"All {len(conclusion.checks)} checks pass." in conclusion.text
 
 
-@pytest.mark.parametrize("name", [name for name in CLOSED_FORMS if name != "gradients"])  # whose checks are exact
-def test_one_seed_confirms_nothing_that_needs_an_interval(name):
-    conclusion = concluded(name, quick(name).where(seed=0))
-    assert any("one seed has no interval" in check.evidence for check in conclusion.checks)
-    assert not any(check.holds and "interval" in check.evidence for check in conclusion.checks)
-    assert "Undecided: " in conclusion.text
-
-
 @pytest.mark.parametrize(
     ("name", "where", "measure", "statement"),
     [
