@@ -9,7 +9,6 @@ from statistics import NormalDist, median
 import numpy as np
 
 from attnscale.claims import computations as compute
-from attnscale.claims import evidence
 from attnscale.claims.computations import DIM, DIMS, KEYS, NEAR_ONE, SPREAD
 from attnscale.claims.judging import Entry, Evidence, Limit, Source
 from attnscale.claims.settings import FULL_SIZE, language_models
@@ -48,7 +47,7 @@ def _stable_without_scale() -> Evidence:
 
 def _typical_dim(since: int, before: int) -> Evidence:
     typical = median(setting.head_dim for setting in language_models(since, before, millions=FULL_SIZE))
-    return evidence.published([f"median {typical:g}"], typical == DIM)
+    return compute.published([f"median {typical:g}"], typical == DIM)
 
 
 def _reach(keys: int) -> Evidence:
@@ -60,7 +59,7 @@ def _reach(keys: int) -> Evidence:
 
 
 def _example_one_hot() -> Evidence:
-    return evidence.row_has(LOGITS, "top1", above=SATURATED_TOP1)
+    return compute.row_has(LOGITS, "top1", above=SATURATED_TOP1)
 
 
 def _example_gradients() -> Evidence:
@@ -75,7 +74,7 @@ def _depends_on_initialisation() -> Evidence:
 
 
 def _query_std_is_one(initialisation: str) -> Evidence:
-    return evidence.near_one("q std", {initialisation: compute.head_std(initialisation)})
+    return compute.near_one("q std", {initialisation: compute.head_std(initialisation)})
 
 
 SOURCE.add(
@@ -85,7 +84,7 @@ SOURCE.add(
           limit=Limit("when softmax subtracts its maximum", "for plain exponentials in float16",
                       _stable_without_shift)),
     Entry("score-std-root-dim", "Unscaled scores have the standard deviation √d_k.", "√d_k",
-          lambda: evidence.drawn_spread_is(0.0, *DIMS)),
+          lambda: compute.drawn_spread_is(0.0, *DIMS)),
     Entry("typical-head-dim", "64 is the typical d_k.", "64", lambda: _typical_dim(0, MODERN),
           "Medians over a selection of models, not all.",
           Limit(f"before {MODERN}", "since", lambda: _typical_dim(MODERN, 9999))),
@@ -97,10 +96,10 @@ SOURCE.add(
     Entry("example-gradients-small", "Of [-20, 3, 25, -15] all but the largest receive hardly any gradient.",
           "extremely small", _example_gradients),
     Entry("picks-one-token", "Unscaled at d_k = 64, attention picks a single token.", "one token", _example_one_hot,
-          limit=Limit("for the four logits of the example", "for most rows at a spread of 8", evidence.mostly_one_hot)),
+          limit=Limit("for the four logits of the example", "for most rows at a spread of 8", compute.mostly_one_hot)),
     Entry("scaled-example-logits", "[-20, 3, 25, -15] divided by 8.", "-2.5 0.4 3.1 -1.9", lambda: LOGITS / SPREAD),
     Entry("scaled-example-softer", "Divided by 8, [-20, 3, 25, -15] give a softer distribution.", "softer",
-          lambda: evidence.is_softer(LOGITS, LOGITS / SPREAD)),
+          lambda: compute.is_softer(LOGITS, LOGITS / SPREAD)),
     Entry("initialisation-dependent", "The right scale depends on the variance that q and k start with.",
           "depends on initialisation", _depends_on_initialisation),
     Entry("xavier-unit-variance", "Projections typically start q and k near unit variance, by Xavier initialisation.",

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from attnscale.claims import computations as compute
-from attnscale.claims import evidence
 from attnscale.claims.computations import DIM, DIMS, HEAD_DIMS, KEYS, SIGNS, SKEWED, TINY_GAIN, WIDE
 from attnscale.claims.judging import Entry, Evidence, Limit, Source
 from attnscale.claims.settings import MUP_ATTENTION, SETTINGS, language_models
@@ -20,7 +19,7 @@ from attnscale.theory import regime
 SOURCE = Source("post", "Stabilizing Attention Scores in Transformers", "blog post")
 
 ROOT = math.sqrt(DIM)
-WIDE_DIM = 1024  # larger than any evidence.published head, so scores divided by d_k are very small
+WIDE_DIM = 1024  # larger than any compute.published head, so scores divided by d_k are very small
 FOCUS_LOST = 10  # focus is lost if the weight is smaller by this factor
 NEARLY_UNIFORM = 0.99  # entropy / ln n of nearly uniform weights
 MANY = 5  # number of models that counts as many
@@ -35,14 +34,14 @@ def _variance_is_dim() -> Evidence:
 
 
 def _after_initialisation() -> Evidence:
-    return evidence.near_one(
+    return compute.near_one(
         "q std", {name: compute.head_std(name) for name in ("GPT-2", "nn.Linear", "nn.MultiheadAttention")}
     )
 
 
 def _head_dims() -> Evidence:
     dims = sorted({setting.head_dim for setting in language_models()})
-    return evidence.published(dims, {64, 128} < set(dims) and dims[-1] > 128)
+    return compute.published(dims, {64, 128} < set(dims) and dims[-1] > 128)
 
 
 SOURCE.add(
@@ -50,7 +49,7 @@ SOURCE.add(
     Entry("score-variance", "Independent components of mean 0 and variance 1 give q·k the variance d_k.", "d_k",
           _variance_is_dim, "For any distribution of the components."),
     Entry("unit-variance-common", "Initialisation or normalisation commonly leaves q and k with mean 0 and variance 1.",
-          "std 1", evidence.layer_norm_centres,
+          "std 1", compute.layer_norm_centres,
           limit=Limit("of a normalised vector", "of its projection by usual initialisations", _after_initialisation)),
     Entry("common-head-dims", "Heads of 64, 128 and more dimensions are common.", "64, 128, larger", _head_dims),
 )  # fmt: skip
@@ -75,9 +74,9 @@ SOURCE.add(
           "can be very sharp", _can_be_sharp,
           "Size alone does not do it: softmax of [50, 50, 50] is uniform."),
     Entry("sharp-rows-lose-gradient", "A row that one key dominates passes almost no gradient to its scores.",
-          "vanishing", lambda: evidence.row_has(compute.leading_scores(KEYS), "jacobian_trace", below=TINY_GAIN)),
+          "vanishing", lambda: compute.row_has(compute.leading_scores(KEYS), "jacobian_trace", below=TINY_GAIN)),
     Entry("scaled-variance-near-one", "Dividing by √d_k ensures scores of variance about 1.", "about 1",
-          lambda: evidence.drawn_spread_is(0.5, *DIMS), limit=evidence.AT_GPT2),
+          lambda: compute.drawn_spread_is(0.5, *DIMS), limit=compute.AT_GPT2),
     Entry("scaled-weights-balanced", "At unit variance softmax stays balanced and keeps its gradient.",
           "neither sharp nor uniform", _balanced),
 )  # fmt: skip
@@ -158,7 +157,7 @@ def _less_precise() -> Evidence:
 SOURCE.add(
     "3. Why Not d_k?",
     Entry("inverse-dim-variance", "Dividing by d_k leaves scores a variance of 1/d_k.", "1/d_k",
-          lambda: evidence.drawn_spread_is(1.0, *DIMS)),
+          lambda: compute.drawn_spread_is(1.0, *DIMS)),
     Entry("inverse-dim-uniform", "In wide heads, division by d_k makes softmax nearly uniform.", "near 1/n each",
           _inverse_dim_uniform),
     Entry("small-scores-uniform", "Scores near zero give weights near 1/n.", "close to 1/n", _small_scores),
@@ -175,7 +174,7 @@ def _three_regimes() -> Evidence:
     divisors = {"with no divisor": 1.0, "with √d_k": ROOT, "with d_k": float(DIM)}
     regimes = [regime(float((compute.drawn_scores(DIM) / divisor).std()), KEYS) for divisor in divisors.values()]
     entropies = {name: compute.drawn("entropy_ratio", DIM, divisor) for name, divisor in divisors.items()}
-    shown = evidence.ordered("entropy, of its maximum:", entropies, ".1%").shown
+    shown = compute.ordered("entropy, of its maximum:", entropies, ".1%").shown
     return Evidence(regimes == ["sharp", "healthy", "diluted"], f"{', '.join(regimes)}; {shown}")
 
 
@@ -190,7 +189,7 @@ SOURCE.add(
 
 def _introduced() -> Evidence:
     first = min((setting for setting in SETTINGS if setting.standard), key=lambda setting: setting.year)
-    return evidence.published([first.model, first.year], (first.model, first.year) == ("Transformer", 2017))
+    return compute.published([first.model, first.year], (first.model, first.year) == ("Transformer", 2017))
 
 
 def _works_at_every_dim() -> Evidence:
@@ -204,7 +203,7 @@ SOURCE.add(
     "5. Empirical Effectiveness",
     Entry("introduced-2017", "The Transformer of 2017 introduced the division by √d_k.", "2017", _introduced),
     Entry("validated-widely", "The division by √d_k has been validated in practice across many models.",
-          "many models", lambda: evidence.published_some([each.model for each in SETTINGS if each.standard], MANY),
+          "many models", lambda: compute.published_some([each.model for each in SETTINGS if each.standard], MANY),
           "A selection of models, not all; see also what the textbook section says of all models."),
     Entry("wide-range-of-dims", "With √d_k models train well for a wide range of d_k.", "a wide range",
           _works_at_every_dim, "The textbook section claims more: that training is then always stable."),

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnscale.claims import computations as compute
-from attnscale.claims import evidence, settings
+from attnscale.claims import settings
 from attnscale.claims.computations import DIM, DIMS, HEAD_DIMS, HOT, KEYS, NEAR_ONE, RATE, SPREAD, TASK, TEXT
 from attnscale.claims.judging import Entry, Evidence, Limit, Source
 from attnscale.lab.outcomes import Outcomes, band
@@ -43,7 +43,7 @@ def normal_product_moment(power: int) -> float:
 def _linear() -> Evidence:
     pairs = Outcomes([cell for dim in DIMS for cell in compute.drawn_pairs(dim).cells])
     power = pairs.exponent("variance", "head_dim")
-    return evidence.near_one(f"drawn from d_k = {DIMS[0]} to {DIMS[-1]}:", {"the power of d_k": power})
+    return compute.near_one(f"drawn from d_k = {DIMS[0]} to {DIMS[-1]}:", {"the power of d_k": power})
 
 
 SOURCE.add(
@@ -71,21 +71,21 @@ def _vanishing() -> Evidence:
 SOURCE.add(
     "Why This Matters",
     Entry("score-std-64", "The spread of unscaled scores at d_k = 64 is 8.", "8",
-          lambda: evidence.drawn_spread_is(0.0, DIM)),
+          lambda: compute.drawn_spread_is(0.0, DIM)),
     Entry("softmax-peaked", "Softmax of [8.5, -2.1, 7.9].", "0.99 0.00 0.01", lambda: softmax(PEAKED),
           "Further scores, which the source omits, would not change the ratio of the first to the third."),
     Entry("saturates-at-64", "Unscaled scores at d_k = 64 saturate the softmax.", "almost all on one key", _saturates,
           limit=Limit("if that means a spread above the critical one", "if it means one-hot rows",
-                      evidence.mostly_one_hot)),
+                      compute.mostly_one_hot)),
     Entry("saturated-gradients-vanish", "As softmax saturates its derivatives tend to zero.", "→ 0", _vanishing),
     Entry("one-position-contributes", "In a saturated row a single position contributes.", "one",
-          lambda: evidence.row_has(compute.leading_scores(KEYS), "effective_keys", below=1 + NEAR_ONE)),
+          lambda: compute.row_has(compute.leading_scores(KEYS), "effective_keys", below=1 + NEAR_ONE)),
 )  # fmt: skip
 
 SOURCE.add(
     "Why √d_k Works",
     Entry("scaled-unit-any-dim", "Division by √d_k gives variance 1 at every d_k.", "1",
-          lambda: evidence.drawn_spread_is(0.5, *DIMS)),
+          lambda: compute.drawn_spread_is(0.5, *DIMS)),
 )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ SOURCE.add(
     Entry("softmax-scaled-five", "Softmax of [9.2, -3.1, 8.8, -5.4, 1.2] divided by 8.", "0.31 0.07 0.30 0.05 0.12",
           lambda: softmax(FIVE / SPREAD)),
     Entry("scaled-spreads", "Scaling spreads attention over more of five keys.", "more even",
-          lambda: evidence.is_softer(FIVE, FIVE / SPREAD)),
+          lambda: compute.is_softer(FIVE, FIVE / SPREAD)),
 )  # fmt: skip
 
 
@@ -178,8 +178,8 @@ def _trace(weights: list[float]) -> float:
 SOURCE.add(
     "Gradient Flow",
     Entry("gradient-flow", "Without scaling gradients are tiny, with it they are healthy.", "healthy against tiny",
-          evidence.softmax_passes_little, "Gradient without a scale over gradient with it, for random q, k and v.",
-          evidence.AT_SOFTMAX),
+          compute.softmax_passes_little, "Gradient without a scale over gradient with it, for random q, k and v.",
+          compute.AT_SOFTMAX),
     Entry("jacobian-formula", "∂p_i/∂x_j = p_i (δ_ij − p_j).", "p_i (δ_ij − p_j)", _jacobian),
     Entry("one-hot-gradients", "Derivatives at [1, 0, 0], each to its own score.", "0 0 0", lambda: _own([1, 0, 0])),
     Entry("mixed-gradients", "Derivatives at [0.3, 0.3, 0.2, 0.2], each to its own score.", "0.21 0.21 0.16 0.16",
@@ -190,11 +190,11 @@ SOURCE.add(
 SOURCE.add(
     "Exercises",
     Entry("std-512", "Exercise: the standard deviation at d_k = 512.", "√512",
-          lambda: evidence.drawn_spread_is(0.0, 512)),
+          lambda: compute.drawn_spread_is(0.0, 512)),
     Entry("saturation-exercise", "Exercise: softmax([x, 0, 0, 0]) saturates for some x from 0 to 10.", "0 to 10",
           lambda: Evidence(0 < saturation_point(4) < 10, f"weight 0.99 at x = {saturation_point(4):.2f}")),
     Entry("peaked-or-uniform", "Exercise: a peaked row has smaller derivatives than a uniform one.", "smaller",
-          lambda: evidence.ordered(
+          lambda: compute.ordered(
               "trace", {"peaked": _trace([0.97, 0.01, 0.01, 0.01]), "uniform": _trace([0.25] * 4)}, ".3f")),
 )  # fmt: skip
 
@@ -208,7 +208,7 @@ def _lost(*dims: int) -> Evidence:
     for dim in dims:
         raw, scaled = (compute.drawn_rows(dim, divisor).jacobian_trace for divisor in (1.0, math.sqrt(dim)))
         lost[f"at d_k = {dim}"] = band(1 - raw / scaled.mean())
-    return evidence.ordered("part of 1 − Σp² lost without it:", lost, ".0%")
+    return compute.ordered("part of 1 − Σp² lost without it:", lost, ".0%")
 
 
 def _high_dim() -> Evidence:
@@ -284,13 +284,13 @@ SOURCE.add(
     Entry("high-dim-critical", "For wide heads scaling is critical.", "critical", _high_dim),
     Entry("low-dim-less-critical", "For narrow heads scaling matters less.", "less critical", lambda: _lost(4, 64)),
     Entry("random-init-normal", "At random initialisation scores are close to N(0, d_k).", "N(0, d_k)", _nearly_normal,
-          limit=Limit(evidence.UNIT, "when weights start from N(0, 0.02²)", evidence.gpt2_scaled_spread)),
+          limit=Limit(compute.UNIT, "when weights start from N(0, 0.02²)", compute.gpt2_scaled_spread)),
     Entry("trained-controlled", "In a trained model scores may be controlled.", "may be", _bundled_controlled,
           "Not in every one. Published: the largest score of a trial run of Kimi K2 passed 1,000 (its report)."),
     Entry("trained-less-critical", "In a trained model scaling is less critical.", "less critical", _trained_spared,
           limit=Limit("for no scale at all", "for 1/d_k in its place", _trained_indifferent)),
     Entry("always-scale", "One should always scale.", "always", _scale_healthy,
-          limit=Limit(evidence.UNIT, "when their initialisation contains the factor already", _scale_t5)),
+          limit=Limit(compute.UNIT, "when their initialisation contains the factor already", _scale_t5)),
     Entry("cost-negligible", "Scaling costs next to nothing.", "negligible", _cheap),
 )  # fmt: skip
 
@@ -298,7 +298,7 @@ SOURCE.add(
 def _entropies(multiples: dict[str, float]) -> Evidence:
     """Test if random scores have more entropy at each multiple of √d_k than at the one before."""
     ratios = {name: compute.drawn("entropy_ratio", DIM, times * math.sqrt(DIM)) for name, times in multiples.items()}
-    return evidence.ordered("drawn: entropy, of its maximum:", ratios, ".0%")
+    return compute.ordered("drawn: entropy, of its maximum:", ratios, ".0%")
 
 
 def _by_query() -> Evidence:
@@ -306,18 +306,18 @@ def _by_query() -> Evidence:
     scales = (2.0, 0.5, 0.1)
     ratios = row_statistics(attention_scores(query, key, scale=np.array(scales)[:, None])).entropy_ratio
     found = {f"at a scale of {scale}": float(ratio) for scale, ratio in zip(scales, ratios, strict=True)}
-    return evidence.ordered("entropy, of its maximum:", found, ".0%")
+    return compute.ordered("entropy, of its maximum:", found, ".0%")
 
 
 def _learned_in_language(only_temperature: bool = False) -> Evidence:
     found = [each for each in settings.LEARNED if each.language and (each.is_temperature or not only_temperature)]
-    return evidence.published_some(found)
+    return compute.published_some(found)
 
 
 SOURCE.add(
     "Alternative Scaling Factors",
     Entry("learned-temperature", "Some implementations learn the temperature.", "some",
-          lambda: evidence.published_some(settings.LEARNED, at_least=2)),
+          lambda: compute.published_some(settings.LEARNED, at_least=2)),
     Entry("efficient-learn-temperature", "Some efficient variants of language models learn the temperature.", "some",
           _learned_in_language, "A selection of models, not all.",
           Limit("for a learned gain on q·k", "for a temperature alone",
@@ -332,7 +332,7 @@ SOURCE.add(
 
 def _none_differs() -> Evidence:
     models = settings.language_models(since=MODERN, millions=settings.FULL_SIZE)
-    return evidence.published_none([each for each in models if not each.standard])
+    return compute.published_none([each for each in models if not each.standard])
 
 
 def _are_standard(*names: str) -> Evidence:
@@ -368,7 +368,7 @@ def _stable(rate: float) -> Evidence:
 
 
 def _none_multiplies_by_one() -> Evidence:
-    return evidence.published_none([each for each in settings.language_models() if each.multiplier == 1])
+    return compute.published_none([each for each in settings.language_models() if each.multiplier == 1])
 
 
 SOURCE.add(
@@ -378,5 +378,5 @@ SOURCE.add(
           "Published: runs whose largest score passed 10,000 diverged (Wortsman et al., arXiv 2309.14322).",
           Limit("at a suitable learning rate", "at a hundred times that rate", lambda: _stable(HOT * RATE))),
     Entry("essential-in-practice", "Attention needs the division to work in practice.", "essential", _scale_healthy,
-          limit=Limit(evidence.UNIT, "for released models that multiply by 1", _none_multiplies_by_one)),
+          limit=Limit(compute.UNIT, "for released models that multiply by 1", _none_multiplies_by_one)),
 )  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from attnscale.claims import computations as compute
-from attnscale.claims import evidence
 from attnscale.claims.computations import DIM, DIMS, KEYS, SIGNS, SKEWED, TINY_GAIN
 from attnscale.claims.judging import Entry, Evidence, Limit, Source
 from attnscale.claims.settings import FULL_SIZE, T5, language_models
@@ -31,12 +30,12 @@ SCALED = RAW / math.sqrt(DIM)
 
 def _full_size_dims() -> Evidence:
     dims = sorted({setting.head_dim for setting in language_models(millions=FULL_SIZE)})
-    return evidence.published([f"{dims[0]} to {dims[-1]} from {FULL_SIZE} million parameters on"], dims[0] >= 64)
+    return compute.published([f"{dims[0]} to {dims[-1]} from {FULL_SIZE} million parameters on"], dims[0] >= 64)
 
 
 def _narrow_models() -> Evidence:
     small = [each for each in language_models() if each.millions < FULL_SIZE and each.head_dim < 64]
-    return evidence.published_none([f"{each.model} {each.head_dim}" for each in small])
+    return compute.published_none([f"{each.model} {each.head_dim}" for each in small])
 
 
 SOURCE.add(
@@ -55,7 +54,7 @@ def _dot_products_grow() -> Evidence:
 
 def _wider_is_worse() -> Evidence:
     traces = {f"at {dim}": compute.drawn("jacobian_trace", dim) for dim in (512, 256, 128, 64, 32, 16, 4)}
-    return evidence.ordered("drawn: 1 − Σp² by d_k:", traces, ".2f")
+    return compute.ordered("drawn: 1 − Σp² by d_k:", traces, ".2f")
 
 
 SOURCE.add(
@@ -70,7 +69,7 @@ SOURCE.add(
 def _heights() -> Evidence:
     ranges = {"for heights from 5.0 to 5.5": (5.0, 5.5), "from 3.0 to 7.0": (3.0, 7.0)}
     variances = {name: float(np.linspace(*ends, 101).var()) for name, ends in ranges.items()}
-    return evidence.ordered("variance", variances, ".2f")
+    return compute.ordered("variance", variances, ".2f")
 
 
 def _rms_norm_centres() -> Evidence:
@@ -84,7 +83,7 @@ SOURCE.add(
     Entry("height-ranges", "Heights of students from 3.0 to 7.0 feet vary more than heights from 5.0 to 5.5.",
           "high against low variance", _heights, "An illustration, judged as one."),
     Entry("inputs-normalised", "Inputs are typically normalised to mean 0 and variance 1.", "mean 0",
-          evidence.layer_norm_centres,
+          compute.layer_norm_centres,
           limit=Limit("after LayerNorm", "after RMSNorm, which does not subtract the mean", _rms_norm_centres)),
 )  # fmt: skip
 
@@ -128,14 +127,14 @@ SOURCE.add(
     Entry("exp-gap", "From e¹⁰ to e⁵⁰ is an astronomical distance.", "astronomical",
           lambda: Evidence(math.exp(50 - 10) > STARS, f"a factor of {math.exp(50 - 10):.2g}")),
     Entry("still-learns", "With scores [5, 1, 0.5] every position can still be learned from.", "not zero",
-          lambda: evidence.row_has([5, 1, 0.5], "jacobian_trace", above=TINY_GAIN)),
+          lambda: compute.row_has([5, 1, 0.5], "jacobian_trace", above=TINY_GAIN)),
     Entry("unscaled-one-hot", "Unscaled scores of wide heads make softmax almost one-hot.", "one weight near 1",
-          lambda: evidence.row_has([50, 10, 5], "top1", above=SATURATED_TOP1),
+          lambda: compute.row_has([50, 10, 5], "top1", above=SATURATED_TOP1),
           limit=Limit("for the example's scores", "for a typical row at d_k = 64", _typical_one_hot)),
     Entry("unscaled-stops-learning",
           "Without scaling gradients become extremely small, almost zero, and learning stops.",
-          "almost zero", evidence.softmax_passes_little,
-          "Gradient without a scale over gradient with it, for random q, k and v.", evidence.AT_SOFTMAX),
+          "almost zero", compute.softmax_passes_little,
+          "Gradient without a scale over gradient with it, for random q, k and v.", compute.AT_SOFTMAX),
 )  # fmt: skip
 
 
@@ -147,16 +146,16 @@ def _quotient() -> Evidence:
 
 def _paper() -> Evidence:
     holds = compute.enumerated_is_dim() and all(abs(compute.enumerated_mean(SKEWED, dim)) < 1e-9 for dim in DIMS)
-    return evidence.published(["footnote 4 derives mean 0 and variance d_k, as found here over every pair"], holds)
+    return compute.published(["footnote 4 derives mean 0 and variance d_k, as found here over every pair"], holds)
 
 
 SOURCE.add(
     "Why √dₖ is the Right Scaling Factor",
     Entry("variance-of-quotient", "Dividing by c divides the variance by c².", "Var/c²", _quotient),
     Entry("divisor-from-variance", "d_k/c² = 1 is solved by c = √d_k.", "√d_k",
-          lambda: evidence.drawn_spread_is(0.5, *DIMS)),
+          lambda: compute.drawn_spread_is(0.5, *DIMS)),
     Entry("correct-factor", "√d_k is mathematically the correct divisor.", "√d_k",
-          lambda: evidence.drawn_spread_is(0.5, *DIMS), limit=evidence.AT_GPT2),
+          lambda: compute.drawn_spread_is(0.5, *DIMS), limit=compute.AT_GPT2),
     Entry("paper-reason", "The Transformer's authors chose √d_k for its effect on the variance.", "variance d_k",
           _paper, "The paper (section 3.2.1) says that it suspects, not shows, that softmax suffers."),
 )  # fmt: skip
@@ -173,7 +172,7 @@ SOURCE.add(
     Entry("small-dim-hardly-matters", "At d_k = 4 scaling hardly matters.", "little difference",
           lambda: _skipping(KEYS), limit=Limit("over many keys", "over few", lambda: _skipping(FEW_KEYS))),
     Entry("scaled-more-even", "Scaling [14, 10, 12] by 1/8 makes attention more even.", "more even",
-          lambda: evidence.is_softer(RAW, SCALED)),
+          lambda: compute.is_softer(RAW, SCALED)),
 )  # fmt: skip
 
 
@@ -196,7 +195,7 @@ SOURCE.add(
     Entry("struggles-without",
           "Without the division a Transformer would struggle to learn, especially with larger d_k.",
           "needed, more so when wide", _struggles,
-          limit=Limit(evidence.UNIT, "when the query's weights contain the factor", _t5_struggles)),
+          limit=Limit(compute.UNIT, "when the query's weights contain the factor", _t5_struggles)),
 )  # fmt: skip
 
 

@@ -143,20 +143,20 @@ class Trained:
         """Loss at the end; if it is not finite, the loss at the start."""
         return self.end if math.isfinite(self.end) else self.start
 
-    def curve(self, steps: int) -> list[float]:
+    def curve(self, steps: int, points: int = CURVE_POINTS) -> list[float]:
         """Return mean losses over equal parts of the run; parts that it did not reach count as `final`."""
         whole = [*self.losses, *[math.nan] * (steps - len(self.losses))]
-        means = (math.fsum(part) / len(part) for part in _parts(whole))
+        means = (math.fsum(part) / len(part) for part in _parts(whole, points))
         return [mean if math.isfinite(mean) else self.final for mean in means]
 
 
-def curve_steps(steps: int) -> list[float]:
+def curve_steps(steps: int, points: int = CURVE_POINTS) -> list[float]:
     """Return the middle step of each part of a curve."""
-    return [float(part.mean()) for part in _parts(range(steps))]
+    return [float(part.mean()) for part in _parts(range(steps), points)]
 
 
-def _parts(values: Sequence[float]) -> list[Array]:
-    return np.array_split(np.array(values, dtype=np.float64), min(CURVE_POINTS, len(values)))
+def _parts(values: Sequence[float], points: int) -> list[Array]:
+    return np.array_split(np.array(values, dtype=np.float64), min(points, len(values)))
 
 
 def trained(model: nn.Module, task: Task, schedule: Schedule) -> Trained:
