@@ -55,8 +55,9 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
         yield executor
         executor.shutdown()
     finally:
-        held_here.close()  # ends workers that still run, after an exception
+        # after an exception: first forget what waits, or the executor's thread fails when its workers end
         executor.shutdown(wait=False, cancel_futures=True)
+        held_here.close()
 
 
 def _start_worker(lifeline: Connection) -> None:
