@@ -6,21 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from attnscale.claims import SOURCES, computations, ledger, post, textbook, tutorial
-from attnscale.claims.computations import Spread, WithoutScale
-from attnscale.claims.judging import judge
+from attnscale.claims import computations, ledger, post, settings, textbook
+from attnscale.claims.computations import WithoutScale
 from attnscale.claims.ledger import recorded
 from attnscale.claims.post import PrecisionLoss
-from attnscale.lab.outcomes import Band
-
-NUMBERS = [
-    entry
-    for source in SOURCES
-    for entry in source.entries
-    if all(text.replace(",", "").lstrip("-").replace(".", "", 1).isdigit() for text in entry.claimed.split())
-    and entry.limit is None
-    and entry.id != "introduced-2017"
-]
+from attnscale.lab.outcomes import Band, Outcomes
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +18,14 @@ def _no_training(monkeypatch):
     monkeypatch.setattr(textbook, "_fresh_cost", lambda: 0.7)  # as models of eight seeds give
 
 
-def verdict(name):
-    return ledger([name])[0].verdict
-
-
-def wide(dim, shift=0.0):
+def wide(dim, divisor=1.0):
     """Scores that spread as d_k, not as its root."""
-    return Spread(float(dim**2), 0.01 * dim**2)
+    return Band(dim / divisor, 0.01 * dim / divisor, 9)
+
+
+def squared(dim):
+    """Variances that grow as d_k², not as d_k."""
+    return Outcomes([({"head_dim": dim, "seed": seed}, {"variance": dim**2}) for seed in range(3)])
 
 
 ROWS = computations.drawn_rows(4, 2.0)
@@ -51,63 +42,48 @@ def exact(value):
     return Band(value, 0.0, 9)
 
 
-LEARNS = {"1/√d_k": exact(0.5), "1/d_k": exact(0.5), "none": exact(0.5)}
 EVEN = {"first_query": exact(1.0), "backwards": exact(1.0)}
 SAME, GONE = (WithoutScale(*map(exact, (times, times, 0.4, 0.4))) for times in (1.0, 0.01))
 BUNDLED = {"1/√d_k": exact(1.0), "none": exact(1.0), "1/d_k": exact(1.0)}
+RISING = rows(entropy_ratio=lambda d, by: 1 / by)
 
 # claim, where, what is computed there, what it then computes, the verdict then
 FLIPS = [
     ("score-variance", computations, "drawn_spread", wide, "refuted"),
     ("large-scores-sharpen", computations, "drawn_rows", rows(top1=lambda d, by: 0.5), "refuted"),
     ("scaled-variance-near-one", computations, "drawn_spread", wide, "refuted"),
-    ("inverse-dim-variance", computations, "drawn_spread", wide, "refuted"),
+    ("score-std-root-dim", computations, "drawn_spread", wide, "refuted"),
     ("inverse-dim-uniform", computations, "drawn_rows", rows(entropy_ratio=lambda d, by: 0.9), "refuted"),
     ("inverse-dim-cannot-focus", post, "_weight_of_match", lambda divisor: exact(0.5), "refuted"),
     ("inverse-dim-precision", post, "precision_loss", lambda scale, dim, kind: PrecisionLoss(scale, scale), "refuted"),
-    ("wide-range-of-dims", post, "final_loss", lambda dim, *_: exact(3.0 if dim > 100 else 0.5), "refuted"),
-    ("wide-range-of-dims", post, "final_loss", lambda dim, *_: exact(math.nan), "refuted"),
-    ("inverse-dim-harms", post, "extra_loss", lambda dim, scale: Band(0.1, 0.2, 5), "refuted"),
-    ("avoids-exploding-and-vanishing", post, "gradients", lambda scale: EVEN, "refuted"),
+    ("wide-range-of-dims", computations, "final_loss", lambda dim: exact(3.0 if dim > 100 else 0.5), "refuted"),
+    ("inverse-dim-harms", computations, "extra_loss", lambda dim, scale: Band(0.1, 0.2, 5), "refuted"),
+    ("avoids-exploding-and-vanishing", computations, "gradients", lambda scale: EVEN, "refuted"),
     ("unit-variance-common", computations, "head_std", lambda name: exact(1.0), "confirmed"),
     ("three-regimes", computations, "drawn_scores", lambda dim: np.ones((2, 3)), "refuted"),
     ("validated-widely", post, "SETTINGS", post.SETTINGS[:3], "refuted"),
-    ("dot-products-grow", computations, "drawn_spread", lambda dim, shift=0.0: Spread(4.0, 0.1), "refuted"),
     ("wider-is-worse", computations, "drawn_rows", rows(jacobian_trace=lambda d, by: d), "refuted"),
     ("variance-always-exact", computations, "enumerated_variance", lambda values, dim: dim + 1.0, "refuted"),
-    ("divisor-from-variance", computations, "drawn_spread", wide, "refuted"),
-    ("correct-factor", computations, "drawn_spread", wide, "refuted"),
     ("unscaled-stops-learning", computations, "gradient_without_scale", lambda dim, keys: SAME, "refuted"),
     ("unscaled-stops-learning", computations, "gradient_without_scale", lambda dim, keys: GONE, "confirmed"),
-    ("struggles-without", tutorial, "final_loss", lambda dim, scale="1/√d_k": LEARNS[scale], "refuted"),
+    ("struggles-without", computations, "final_loss", lambda dim, scale="1/√d_k": exact(0.5), "refuted"),
     ("paper-reason", computations, "enumerated_mean", lambda values, dim: 1.0, "refuted"),
-    ("unscaled-one-hot", computations, "drawn_rows", rows(top1=lambda d, by: 0.999), "confirmed"),
-    ("variance-linear", computations, "drawn_spread", wide, "refuted"),
-    ("std-512", computations, "drawn_spread", wide, "refuted"),
-    ("score-std-64", computations, "drawn_spread", wide, "refuted"),
-    ("gradient-flow", computations, "gradient_without_scale", lambda dim, keys: SAME, "refuted"),
-    ("saturates-at-64", computations, "drawn_spread", lambda dim: Spread(1.0, 0.01), "refuted"),
+    ("variance-linear", computations, "drawn_pairs", squared, "refuted"),
+    ("saturates-at-64", computations, "drawn_spread", lambda dim: exact(1.0), "refuted"),
     ("random-init-normal", computations, "head_spread", lambda name: exact(8.0), "confirmed"),
-    ("random-init-normal", computations, "drawn_spread", wide, "refuted"),
-    ("trained-controlled", textbook, "bundled_scores", lambda: {"std": 9.0, "max": 500.0}, "refuted"),
-    ("trained-less-critical", textbook, "bundled", (BUNDLED | {"none": exact(5.0)}).get, "refuted"),
-    ("trained-less-critical", textbook, "bundled", BUNDLED.get, "confirmed"),
-    ("learned-temperature", textbook, "LEARNED", (), "refuted"),
-    ("efficient-learn-temperature", textbook, "LEARNED", textbook.LEARNED[:1], "refuted"),
-    ("stable-training-any-dim", textbook, "final_loss", lambda dim, scale="", rate=1.0: exact(0.5), "confirmed"),
-    ("stable-training-any-dim", textbook, "final_loss", lambda dim, scale="", rate=1.0: exact(3.0), "refuted"),
-    ("high-dim-critical", computations, "drawn_spread", lambda dim: Spread(1.0, 0.01), "refuted"),
-    ("small-temperature-sharper", textbook, "_entropy_at", lambda tau: exact(-tau), "refuted"),
-    ("large-temperature-softer", textbook, "_entropy_at", lambda tau: exact(-tau), "refuted"),
-    ("modern-llms-universal", textbook, "language_models", lambda **_: [textbook.find("GPT-2")], "confirmed"),
-    ("score-std-root-dim", computations, "drawn_spread", wide, "refuted"),
+    ("trained-controlled", computations, "bundled_scores", lambda: {"std": 9.0, "max": 500.0}, "refuted"),
+    ("trained-less-critical", computations, "bundled", (BUNDLED | {"none": exact(5.0)}).get, "refuted"),
+    ("trained-less-critical", computations, "bundled", BUNDLED.get, "confirmed"),
+    ("efficient-learn-temperature", settings, "LEARNED", settings.LEARNED[:1], "refuted"),
+    ("stable-training-any-dim", computations, "final_loss", lambda dim, rate: exact(0.5), "confirmed"),
+    ("stable-training-any-dim", computations, "final_loss", lambda dim, rate: exact(3.0), "refuted"),
+    ("small-temperature-sharper", computations, "drawn_rows", RISING, "refuted"),
+    ("modern-llms-universal", settings, "language_models", lambda **_: [settings.find("GPT-2")], "confirmed"),
     ("initialisation-dependent", computations, "head_spread", lambda name: exact(8.0), "refuted"),
-    ("xavier-unit-variance", computations, "head_std", lambda name: exact(1.0), "confirmed"),
     ("small-dim-hardly-matters", computations, "drawn_rows", rows(jacobian_trace=lambda d, by: by), "refuted"),
     ("small-dim-hardly-matters", computations, "drawn_rows", rows(jacobian_trace=lambda d, by: 0.9), "confirmed"),
     ("always-scale", computations, "t5_spread", lambda: 8.0, "confirmed"),
     ("own-terms-64", computations, "sampled_terms", lambda dim: np.ones((dim, dim)), "refuted"),
-    ("variance-64", computations, "enumerated_variance", lambda values, dim: dim + 1.0, "refuted"),
 ]
 
 
@@ -115,22 +91,12 @@ FLIPS = [
 def test_a_verdict_flips_when_what_is_computed_does(monkeypatch, name, where, what, instead, then):
     assert recorded()[name] != then
     monkeypatch.setattr(where, what, instead)
-    assert verdict(name) == then
-
-
-@pytest.mark.parametrize("entry", NUMBERS, ids=[entry.id for entry in NUMBERS])
-def test_a_number_is_refuted_or_confirmed_by_what_is_computed(entry):
-    claimed = [float(text.replace(",", "")) for text in entry.claimed.split()]
-    assert judge(dataclasses.replace(entry, compute=lambda: np.array(claimed)), "").verdict == "confirmed"
-    assert judge(dataclasses.replace(entry, compute=lambda: np.array(claimed) + 1.0), "").verdict == (
-        "confirmed" if claimed[0] > 2**53 else "refuted"
-    )
+    assert ledger([name])[0].verdict == then
 
 
 def test_what_is_drawn_has_the_variance_it_was_drawn_with():
-    assert computations.drawn_spread(7).agrees_with(7.0)
-    assert not computations.drawn_spread(7).agrees_with(8.0)
-    assert computations.drawn_spread(7, shift=1.0).agrees_with(21.0)  # d (1 + 1 + 1)
+    assert computations.agrees(computations.drawn_spread(7), 7**0.5)
+    assert not computations.agrees(computations.drawn_spread(7), 8**0.5)
     assert computations.enumerated_variance((-1.0, 1.0), 11) == pytest.approx(11)
     assert computations.enumerated_mean((0.0, 2.0), 3) == pytest.approx(3)  # of means one
 

@@ -1,19 +1,25 @@
+"""The ledger: all claims, their recorded verdicts, the command that shows them, and a command for each exercise."""
+
 import dataclasses
 import json
 import math
 import re
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import attnscale.claims
-from attnscale.claims import SOURCES, Claim, changed, ledger, record
+from attnscale.claims import INDEX, SOURCES, Claim, changed, ledger, record
 from attnscale.claims.judging import VERDICTS
 from attnscale.claims.ledger import recorded
 from attnscale.cli import app
 from attnscale.errors import SettingError
+from attnscale.lab.experiments import EXPERIMENTS
 
+ROOT = Path(__file__).parents[2]
 NAMES = {"post", "tutorial", "textbook", "forum"}
 
 
@@ -27,12 +33,8 @@ def test_exports_are_the_promised_ones():
     assert set(attnscale.claims.__all__) == promised
 
 
-def test_every_source_is_there_and_has_claims(claims):
-    assert {source.name for source in SOURCES} == NAMES
-    assert {claim.source for claim in claims} == NAMES
-
-
 def test_a_claim_is_one_short_sentence_with_an_id_a_section_and_a_known_verdict(claims, by_id):
+    assert {source.name for source in SOURCES} == {claim.source for claim in claims} == NAMES
     assert len(by_id) == len(claims) >= 100
     for claim in claims:
         assert re.fullmatch(r"[a-z0-9.-]+", claim.id)
@@ -41,22 +43,10 @@ def test_a_claim_is_one_short_sentence_with_an_id_a_section_and_a_known_verdict(
         assert claim.section
         assert claim.verdict in VERDICTS
         assert claim.note or claim.verdict == "confirmed"
-    assert (by_id["exp-50"].kind, by_id["gradient-flow"].kind) == ("arithmetic", "statement")
-
-
-def test_what_is_drawn_or_trained_has_its_error(claims):
-    for claim in claims:
         if isinstance(claim.computed, str) and ("drawn at" in claim.computed or "small models" in claim.computed):
             assert "±" in claim.computed, claim.id
-
-
-def test_the_terminal_prints_ids_and_arithmetic_apart(claims, monkeypatch):
-    monkeypatch.setattr(attnscale.claims, "ledger", lambda ids: claims)
-    shown = CliRunner().invoke(app, ["claims"], env={"COLUMNS": "140"}).output
-    assert "gradient-flow" in shown
-    of_the_tutorial = shown[shown.index("real-head-dims") :]
-    assert of_the_tutorial.index("wider-is-worse") < of_the_tutorial.index("Plain arithmetic:")
-    assert of_the_tutorial.index("Plain arithmetic:") < of_the_tutorial.index("exp-50")
+    assert str(by_id["exp-50"].claimed) == str(int(math.exp(50)))[:-3]  # as its remark says
+    assert (by_id["exp-50"].kind, by_id["gradient-flow"].kind) == ("arithmetic", "statement")
 
 
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
@@ -70,25 +60,11 @@ def test_the_ledger_is_the_same_every_time_and_survives_json_with_exactly_nine_f
 
 
 @pytest.mark.parametrize(
-    ("id_", "note"),
-    [
-        ("exp-50", "Claimed is 1000 times too small."),
-        ("softmax-scaled-five", "Largest difference 0.061; the claimed weights sum to 0.85."),
-        ("softmax-peaked", "Largest difference 0.34."),
-    ],
-)
-def test_wrong_numbers_are_refuted_by_how_much_they_miss(by_id, id_, note):
-    assert by_id[id_].verdict == "refuted"
-    assert by_id[id_].note.startswith(note)
-
-
-def test_the_printed_e_to_the_50_lacks_three_digits_as_its_remark_says(by_id):
-    assert str(int(math.exp(50)))[:-3] == str(by_id["exp-50"].claimed)
-
-
-@pytest.mark.parametrize(
     ("id_", "verdict", "shown"),
     [
+        ("exp-50", "refuted", "Claimed is 1000 times too small."),
+        ("softmax-scaled-five", "refuted", "Largest difference 0.061; the claimed weights sum to 0.85."),
+        ("softmax-peaked", "refuted", "Largest difference 0.34."),
         ("modern-llms-universal", "refuted", "Granite 3.1 2B 0.125"),
         ("inverse-dim-harms", "confirmed", "at d_k = 256"),
         ("trained-less-critical", "qualified", "removed from the bundled model"),
@@ -101,25 +77,22 @@ def test_the_printed_e_to_the_50_lacks_three_digits_as_its_remark_says(by_id):
         ("cost-negligible", "confirmed", "0.39%"),
     ],
 )
-def test_statements_are_judged_by_what_was_computed(by_id, id_, verdict, shown):
+def test_claims_are_judged_by_what_was_computed(by_id, id_, verdict, shown):
     assert by_id[id_].verdict == verdict
-    assert shown in by_id[id_].computed
+    assert shown in f"{by_id[id_].computed} {by_id[id_].note}"
 
 
-def test_recorded_verdicts_are_the_computed_ones(claims):
+# Recorded verdicts
+
+
+def test_changed_verdicts_and_new_and_missing_claims_are_noticed(claims):
     assert recorded() == {claim.id: claim.verdict for claim in claims}
     assert changed(claims) == []
-
-
-def test_a_flipped_verdict_is_noticed(claims):
     flipped = [dataclasses.replace(claim, verdict="refuted") if claim.id == "exp-10" else claim for claim in claims]
-    assert changed(flipped) == ["'exp-10' changed: it was recorded as confirmed and is now refuted."]
-
-
-def test_a_new_and_a_missing_claim_are_noticed(claims):
     new = Claim("brand-new", "notes.txt", "1.", "statement", "It is so.", "so", "so", "confirmed", "")
-    assert changed([*(claim for claim in claims if claim.id != "exp-50"), new]) == [
+    assert changed([*(claim for claim in flipped if claim.id != "exp-50"), new]) == [
         "'brand-new' is new: confirmed, with no recorded verdict.",
+        "'exp-10' changed: it was recorded as confirmed and is now refuted.",
         "'exp-50' is gone: it was recorded as refuted.",
     ]
 
@@ -139,12 +112,56 @@ def test_some_claims_can_be_asked_for_and_an_unknown_one_is_named():
         ledger(["exp-5O"])
 
 
-def test_the_command_records_the_verdicts_it_shows(claims, monkeypatch):
+# The command
+
+
+def test_the_terminal_prints_ids_and_arithmetic_apart(known_claims):
+    shown = CliRunner().invoke(app, ["claims"], env={"COLUMNS": "140"}).output
+    assert "gradient-flow" in shown
+    of_the_tutorial = shown[shown.index("real-head-dims") :]
+    assert of_the_tutorial.index("wider-is-worse") < of_the_tutorial.index("Plain arithmetic:")
+    assert of_the_tutorial.index("Plain arithmetic:") < of_the_tutorial.index("exp-50")
+
+
+def test_the_command_records_the_verdicts_it_shows(known_claims, monkeypatch):
     kept = []
-    monkeypatch.setattr(attnscale.claims, "ledger", lambda ids: claims)
     monkeypatch.setattr(attnscale.claims, "record", kept.append)
     run = CliRunner().invoke(app, ["claims", "--record", "--json"])
     assert run.exit_code == 0, run.output
     assert {claim.id: claim.verdict for claim in kept[0]} == recorded()
     alone = CliRunner().invoke(app, ["claims", "exp-5", "--record"])
     assert "Expected --record without ids" in str(alone.exception)
+
+
+# The index
+
+EXERCISES = ("standard deviation", "softmax([x, 0, 0, 0])", "with and without", "temperatures", "peaked and uniform")
+
+
+def test_the_five_exercises_and_both_listings_are_in_the_index_and_shown_with_brackets():
+    assert {worked.source for worked in INDEX} == NAMES
+    exercises = [worked.what for worked in INDEX if worked.kind == "exercise"]
+    for number, words in enumerate(EXERCISES, 1):
+        assert any(what.startswith(f"{number}. ") and words in what for what in exercises)
+    listings = {worked.what for worked in INDEX if worked.kind == "listing"}
+    assert listings == {"scaled_dot_product_attention", "stable_softmax"}
+    assert "softmax([x, 0, 0, 0])" in CliRunner().invoke(app, ["claims", "--index"]).output
+
+
+@pytest.mark.parametrize("worked", INDEX, ids=lambda worked: worked.command)
+def test_a_command_of_the_index_is_one_that_there_is(worked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program, command, *arguments = shlex.split(worked.command)
+    if program == "jupyter":
+        assert (ROOT / arguments[0]).exists()
+        return
+    assert program == "attnscale"
+    assert command != "claims"  # a verdict is nothing to see
+    if command == "lab":
+        assert arguments[0] in EXPERIMENTS
+    elif command == "demo":
+        assert not arguments
+    else:
+        quiet = ["--no-open"] if command == "explore" else []
+        run = CliRunner().invoke(app, [command, *arguments, *quiet])
+        assert run.exit_code == 0, run.output

@@ -38,13 +38,6 @@ def test_the_scaled_model_learns_and_the_unscaled_one_does_not(tmp_path):
     assert "sharp" in codes[1]
 
 
-def test_both_start_from_the_same_weights_and_see_the_same_batches():
-    training = TwinTraining(head_dim=16, steps=2, seed=3)
-    one, other = (dict(model.named_parameters()) for model in training.models.values())
-    assert all(one[name].equal(other[name]) for name in one)
-    assert len(list(training.steps())) == 2
-
-
 def test_the_report_has_both_runs_the_verdict_and_the_explanation(shown):
     found, page = shown
     assert [run["name"] for run in found["runs"]] == list(SCALES)
@@ -100,12 +93,13 @@ def test_the_gradient_is_described_as_it_was_measured(scaled, unscaled, said):
 
 
 @pytest.mark.filterwarnings("ignore:At sampled steps the whole model is traced")  # rotating one pair looks like a scale
-def test_a_small_head_starts_below_the_critical_spread_and_torch_has_its_threads_back():
+def test_both_start_from_the_same_weights_and_torch_has_its_threads_back():
     training, threads = TwinTraining(head_dim=2, steps=2), torch.get_num_threads()
+    one, other = (dict(model.named_parameters()) for model in training.models.values())
+    assert all(one[name].equal(other[name]) for name in one)
     torch.set_num_threads(2)
     try:
-        for _ in training.steps():
-            assert torch.get_num_threads() == 2
+        assert [torch.get_num_threads() for _ in training.steps()] == [2, 2]
         training.twins()
         assert torch.get_num_threads() == 2
     finally:

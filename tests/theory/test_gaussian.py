@@ -1,4 +1,4 @@
-"""Expectations of softmax over Gaussian scores: against quadrature, simulation, limits and published values."""
+"""Expectations of softmax over Gaussian scores: against quadrature, simulation and limits."""
 
 import math
 from itertools import pairwise
@@ -8,58 +8,69 @@ import pytest
 
 from attnscale.errors import SettingError
 from attnscale.reference import row_statistics
-from attnscale.theory import expected_softmax
+from attnscale.theory import expected_row, expected_softmax
+
+ROW = ("entropy", "jacobian_trace", "jacobian_norm2")
+SOFTMAX = ("entropy", "top1", "jacobian_trace", "entropy_ratio")
 
 
-@pytest.fixture(scope="module")
-def quadrature():
-    """Nodes and weights on [-1, 1], in forty pieces: 4,000 nodes at once take ten seconds to find."""
-    pieces = 40
-    nodes, weights = np.polynomial.legendre.leggauss(100)
-    middles = (2 * np.arange(pieces) + 1) / pieces - 1
-    return (middles[:, None] + nodes / pieces).ravel(), np.tile(weights / pieces, pieces)
+def assert_means(statistics, expected, names, errors=4.5):
+    """The sample means lie within 4.5 standard errors of the expectations."""
+    for name in names:
+        sample = getattr(statistics, name)
+        error = errors * sample.std() / math.sqrt(sample.size)
+        assert abs(sample.mean() - getattr(expected, name)) <= error + 1e-9, name
 
 
 @pytest.mark.parametrize("spread", [1e-3, 0.1, 1.0, 3.0, 8.0, 30.0])
-def test_two_keys_equal_one_dimensional_quadrature(spread, quadrature):
-    # p = sigmoid(δ), δ ~ N(0, 2σ²): an ordinary integral, folded at its kink
-    nodes, weights = quadrature
-    z = (nodes + 1) * 6.5
-    density = weights * 6.5 * 2 * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+def test_two_keys_equal_one_dimensional_quadrature(spread):
+    # p = sigmoid(δ), δ ~ N(0, 2σ²): an ordinary integral, folded at its kink, in forty pieces
+    nodes, weights = np.polynomial.legendre.leggauss(100)
+    z = ((np.arange(40)[:, None] + (nodes + 1) / 2) * 13 / 40).ravel()
+    density = np.tile(weights / 2 * 13 / 40, 40) * 2 * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
     stats = row_statistics(np.stack([z * spread * math.sqrt(2), np.zeros_like(z)], axis=-1))
     expected = expected_softmax(spread, 2)
     assert expected.entropy == pytest.approx(density @ stats.entropy, abs=1e-9)
     assert expected.top1 == pytest.approx(density @ stats.top1, abs=1e-9)
     assert expected.jacobian_trace == pytest.approx(density @ stats.jacobian_trace, abs=1e-10)
+    assert expected_row(spread, 2).jacobian_norm2 == pytest.approx(density @ stats.jacobian_norm2, abs=1e-10)
 
 
 @pytest.mark.parametrize(
-    ("spread", "keys"), [(0.307, 1024), (1.0, 7), (2.0, 1024), (3.72, 1024), (8.0, 257), (22.6, 512)]
+    ("spread", "keys"),
+    [(0.1, 7), (0.307, 1024), (1.0, 7), (2.0, 1024), (3.72, 1024), (8.0, 5), (8.0, 257), (22.6, 512)],
 )
 def test_expectations_match_simulation(spread, keys):
-    rng = np.random.default_rng(keys)
-    rows = 4000
-    stats = row_statistics(rng.normal(size=(rows, keys)) * spread)
-    expected = expected_softmax(spread, keys)
-    for name in ("entropy", "top1", "jacobian_trace", "entropy_ratio"):
-        sample = getattr(stats, name)
-        error = 4.5 * sample.std() / math.sqrt(rows)
-        assert abs(sample.mean() - getattr(expected, name)) <= error, name
+    stats = row_statistics(np.random.default_rng(keys).normal(size=(4000, keys)) * spread)
+    assert_means(stats, expected_softmax(spread, keys), SOFTMAX)
+    assert_means(stats, expected_row(spread, keys), ROW)
 
 
-def test_known_values_at_1024_keys():
-    # entropy ratio, top-1: simulated by others over 400 rows
-    for spread, ratio, top1 in [(1, 0.93, 0.016), (2, 0.73, 0.10), (3.72, 0.37, 0.40), (8, 0.13, 0.69)]:
-        expected = expected_softmax(spread, 1024)
-        assert expected.entropy_ratio == pytest.approx(ratio, abs=0.006)
-        assert expected.top1 == pytest.approx(top1, abs=0.025)
+@pytest.mark.parametrize(("spread", "keys", "head_dim"), [(1.0, 61, 1), (4.0, 61, 2), (8.0, 31, 13), (2.0, 31, 64)])
+def test_queries_of_few_components_are_averaged_over_their_lengths(spread, keys, head_dim):
+    draw = np.random.default_rng(1)
+    query, key = draw.normal(size=(8_000, 1, head_dim)), draw.normal(size=(8_000, keys, head_dim))
+    stats = row_statistics((query @ key.swapaxes(1, 2))[:, 0] * spread / math.sqrt(head_dim))
+    assert_means(stats, expected_row(spread, keys, head_dim), ROW)
+    if head_dim < 3:  # a spread of one number would be seen to be wrong
+        with pytest.raises(AssertionError):
+            assert_means(stats, expected_row(spread, keys), ROW)
+
+
+@pytest.mark.parametrize("spread", [1e-9, 0.3, 2.0, 5e3])
+def test_a_row_is_that_of_expected_softmax_and_of_wide_heads(spread):
+    row, softmax, wide = expected_row(spread, 29), expected_softmax(spread, 29), expected_row(spread, 29, 10**8)
+    assert row.entropy == pytest.approx(softmax.entropy, rel=1e-12)
+    assert row.jacobian_trace == pytest.approx(softmax.jacobian_trace, rel=1e-12)
+    assert [getattr(wide, name) for name in ROW] == pytest.approx([getattr(row, name) for name in ROW], rel=1e-5)
 
 
 def test_no_spread_is_uniform_and_small_spread_follows_the_expansion():
-    uniform = expected_softmax(0.0, 11)
+    uniform, tiny = expected_softmax(0.0, 11), expected_softmax(1e-3, 11)
     assert (uniform.entropy, uniform.top1, uniform.jacobian_trace) == pytest.approx((math.log(11), 1 / 11, 10 / 11))
-    tiny = expected_softmax(1e-3, 11)
     assert math.log(11) - tiny.entropy == pytest.approx(1e-6 / 2 * (1 - 1 / 11), rel=1e-4)
+    assert expected_row(0.0, 11).jacobian_norm2 == pytest.approx(10 / 121)
+    assert expected_row(1e-4, 11).jacobian_norm2 == pytest.approx(10 / 121, rel=1e-6)
 
 
 def test_far_below_the_critical_spread_the_asymptotes_hold():
@@ -68,22 +79,12 @@ def test_far_below_the_critical_spread_the_asymptotes_hold():
     assert 1 - expected.jacobian_trace == pytest.approx(math.e / 10**6, rel=1e-4)
 
 
-def test_far_above_the_critical_spread_one_key_takes_everything():
-    frozen = expected_softmax(1000.0, 100)
-    assert frozen.top1 > 0.995
-    assert frozen.jacobian_trace < 0.01
-    assert 0 <= frozen.entropy < 0.01
-
-
-def test_quantities_are_monotone_in_the_spread():
+def test_quantities_are_monotone_and_both_ways_of_summing_agree_where_one_takes_over():
     grid = [expected_softmax(s, 100) for s in np.linspace(0, 12, 25)]
     assert all(a.entropy > b.entropy and a.jacobian_trace > b.jacobian_trace for a, b in pairwise(grid))
     assert all(a.top1 < b.top1 for a, b in pairwise(grid))
-
-
-def test_both_ways_of_summing_agree_where_one_takes_over_from_the_other():
     below, above = expected_softmax(0.5 - 1e-9, 300), expected_softmax(0.5 + 1e-9, 300)
-    for name in ("entropy", "top1", "jacobian_trace"):
+    for name in SOFTMAX:
         assert getattr(below, name) == pytest.approx(getattr(above, name), rel=1e-7)
 
 
@@ -92,9 +93,13 @@ def test_past_critical_spread_what_is_left_falls_as_one_over_the_spread_however_
     for name in ("entropy", "jacobian_trace"):
         assert getattr(far, name) == pytest.approx(getattr(near, name) / 2, rel=2e-3)
         assert getattr(absurd, name) == pytest.approx(getattr(far, name) * 2e3 / 1e9, rel=1e-9)
+    assert absurd.top1 == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize(("spread", "keys"), [(1.0, 1), (-1.0, 8), (math.nan, 8), (math.inf, 8)])
-def test_settings_without_a_meaning_are_refused(spread, keys):
-    with pytest.raises(SettingError, match="at least 2 keys and a finite spread"):
-        expected_softmax(spread, keys)
+@pytest.mark.parametrize("amiss", [{"keys": 1}, {"spread": -1.0}, {"spread": math.nan}, {"spread": math.inf}])
+def test_settings_without_a_meaning_are_refused(amiss):
+    for expected in (expected_softmax, expected_row):
+        with pytest.raises(SettingError, match="at least 2 keys"):
+            expected(**{"spread": 1.0, "keys": 7, **amiss})
+    with pytest.raises(SettingError, match="positive head_dim"):
+        expected_row(1.0, 7, head_dim=0)

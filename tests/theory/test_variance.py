@@ -1,4 +1,4 @@
-"""The variance law by Monte Carlo, inside the interval that the sample size gives."""
+"""The variance law by Monte Carlo, inside the interval that the sample size gives; and limits of softmax."""
 
 import math
 
@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from attnscale.errors import SettingError
-from attnscale.theory import row_variance, score_mean, score_variance, unit_variance_scale
+from attnscale.reference import row_statistics, softmax
+from attnscale.theory import (
+    critical_spread,
+    entropy_floor,
+    regime,
+    row_variance,
+    saturation_point,
+    score_mean,
+    score_variance,
+    unit_variance_scale,
+)
 
 SAMPLES = 20_000
 Z = 4.5  # one false alarm in 150,000 checks
@@ -23,22 +33,18 @@ def assert_variance(scores, expected):
     centred = scores - scores.mean()
     variance = (centred**2).mean()
     # ± 1 components at d = 1 leave a fourth moment of exactly variance²: only rounding is left
-    error = math.sqrt(max((centred**4).mean() - variance**2, 0) / scores.size) + 1e-3 * expected / math.sqrt(
-        scores.size
-    )
+    error = math.sqrt(max((centred**4).mean() - variance**2, 0) / scores.size)
+    error += 1e-3 * expected / math.sqrt(scores.size)
     assert abs(variance - expected) <= Z * error, f"variance {variance:.5g}, expected {expected:.5g} ± {Z * error:.2g}"
 
 
 @pytest.mark.parametrize("distribution", DRAW)
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 8, 64, 127, 512, 4096])
 def test_variance_of_a_score_is_d_k_for_unit_components(head_dim, distribution):
-    rng = np.random.default_rng(head_dim)
-    chunks = [
-        (DRAW[distribution](rng, (1000, head_dim)) * DRAW[distribution](rng, (1000, head_dim))).sum(-1)
-        for _ in range(SAMPLES // 1000)
-    ]
+    rng, draw = np.random.default_rng(head_dim), DRAW[distribution]
+    pairs = [(draw(rng, (1000, head_dim)), draw(rng, (1000, head_dim))) for _ in range(SAMPLES // 1000)]
     assert score_variance(head_dim) == head_dim
-    assert_variance(np.concatenate(chunks), head_dim)
+    assert_variance(np.concatenate([(query * key).sum(-1) for query, key in pairs]), head_dim)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +74,37 @@ def test_unit_variance_scale_is_one_over_sqrt_d_k_for_unit_components():
     assert unit_variance_scale(score_variance(64)) == 0.125
     with pytest.raises(SettingError, match="positive, finite variance"):
         unit_variance_scale(0.0)
+
+
+# Limits
+
+
+def test_critical_spread_and_regimes_depend_on_the_keys():
+    assert critical_spread(1024) == pytest.approx(3.723, abs=1e-3)
+    assert critical_spread(1) == 0.0
+    found = [regime(spread, 1024) for spread in (0.125, 0.307, 1.0, 2.5, 3.72, 8.0)]
+    assert found == ["diluted", "healthy", "healthy", "healthy", "sharp", "sharp"]
+    assert regime(2.5, 8) == "sharp"
+
+
+@pytest.mark.parametrize("keys", [2, 4, 100])
+@pytest.mark.parametrize("weight", [0.5, 0.9, 0.99])
+def test_softmax_reaches_the_weight_at_its_saturation_point(keys, weight):
+    assert softmax([saturation_point(keys, weight)] + [0.0] * (keys - 1))[0] == pytest.approx(weight)
+    with pytest.raises(SettingError, match="at least 2 keys"):
+        saturation_point(1)
+
+
+def test_the_entropy_floor_is_reached_by_its_extremal_row_and_never_passed():
+    # a zero-mean row of norm σ with one score up and the others equal meets the bound
+    keys, bound = 9, 3.0
+    up = bound * math.sqrt((keys - 1) / keys)
+    extremal = np.array([up] + [-up / (keys - 1)] * (keys - 1))
+    assert np.linalg.norm(extremal) == pytest.approx(bound)
+    assert row_statistics(extremal).entropy == pytest.approx(entropy_floor(bound, keys))
+    rows = np.random.default_rng(0).normal(size=(5000, keys))
+    rows *= bound / np.linalg.norm(rows, axis=-1, keepdims=True)
+    assert row_statistics(rows).entropy.min() >= entropy_floor(bound, keys)
+    assert entropy_floor(0.0, 9) == pytest.approx(math.log(9))
+    assert entropy_floor(200.0, 9) == pytest.approx(0.0, abs=1e-9)
+    assert entropy_floor(5.0, 1) == 0.0

@@ -1,29 +1,31 @@
-"""Computations that claims share: enumerations, seeded draws, heads of real modules, and trained models."""
+"""Computations and judgements that claims share: enumerations, draws, heads of real modules, trained models."""
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from numpy.typing import ArrayLike
 
 from attnscale.claims.judging import Evidence, Limit
 from attnscale.claims.settings import T5
-from attnscale.lab.experiment import Cell, Settings
-from attnscale.lab.experiments import divisors
+from attnscale.lab.experiment import Cell, Setting
+from attnscale.lab.experiments import EXPERIMENTS
+from attnscale.lab.experiments.divisors import SHAPES, WithoutScale, without_scale
 from attnscale.lab.experiments.gradients import MODEL
-from attnscale.lab.experiments.trained import PARTS, bundled_loss
-from attnscale.lab.outcomes import Band, band
+from attnscale.lab.experiments.initialisation import SCHEMES
+from attnscale.lab.experiments.trained import AT_ONCE, BUNDLED, PARTS
+from attnscale.lab.outcomes import Band, Outcomes, band
 from attnscale.lab.sweep import run_cell
 from attnscale.lab.tasks import TASKS, Characters
 from attnscale.lab.training import SCALES, Schedule, one_thread, score_summary, seeded_model, trained
 from attnscale.models import load_bundled
 from attnscale.reference import Array, RowStatistics, row_statistics
-from attnscale.theory import regime, saturation_point
+from attnscale.theory import saturation_point
 from attnscale.theory.limits import SATURATED_TOP1
 
 DIM = 64  # head dimension in the articles' examples, and in GPT-2
@@ -32,13 +34,12 @@ DIMS = (16, 32, 64, 128, 256, 512)
 SPREAD = math.sqrt(DIM)  # spread of unscaled scores
 TINY_GAIN = 1 - SATURATED_TOP1**2  # largest possible 1 − Σp² when one weight is 0.99
 NEAR_ONE = 0.05  # a spread within this of one counts as one
-PAIRS = 2**14  # random pairs of q and k; the variance has an error of about 2%
-ERRORS = 4.0  # tolerance in standard errors; one sample in 16,000 exceeds it by chance
+MARGINS = 2.0  # tolerance in margins; one draw in 500 exceeds it by chance
 ROWS = 1000  # rows of random scores, each with its own keys
-SEEDS = 8  # seeds for comparing gradients
+SEEDS = 8  # of the lab's cells
 SIGN_PAIRS = 8192  # random pairs; averages of their products have an error below 0.05
-SAMPLED_ROWS = 2000
 D_MODEL, HEADS = 768, 12  # shape of GPT-2
+MODULES = {"GPT-2": "normal(0.02)", "nn.MultiheadAttention": "Xavier packed"}  # as the lab names their weights
 TASK = TASKS["easy recall"]
 HEAD_DIMS = (4, 32, 256)
 STEPS, RATE, RUNS = 80, 0.005, 8
@@ -46,6 +47,9 @@ HOT = 100  # multiple of RATE that is too high
 LEARNED = 0.1  # a model has learned if its loss is this many nats below guessing
 DEEP, WIDE, DRAWN = 8, 256, 5  # layers, d_k and number of the models for measuring gradients
 TEXT = math.log(256)  # loss of guessing a byte, in nats
+UNIT = "when q and k have unit variance"
+NEGLIGIBLE_GRADIENT = 0.1  # of the gradient with 1/√d_k
+SYMBOLS = {"top1": "largest weight", "jacobian_trace": "1 − Σp²", "effective_keys": "effective keys"}
 # Two distributions of mean 0 and variance 1, as lists of equally likely values.
 SIGNS = (-1.0, 1.0)
 SKEWED = (2.0, -0.5, -0.5, -0.5, -0.5)
@@ -109,41 +113,27 @@ def sampled_terms(dim: int) -> Array:
 # Random scores
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Variance of random scores, with its standard error."""
-
-    variance: float
-    error: float
-
-    @property
-    def std(self) -> float:
-        """Standard deviation."""
-        return math.sqrt(self.variance)
-
-    def __format__(self, form: str) -> str:
-        """Format the standard deviation, followed by its 95% margin."""
-        return f"{self.std:{form}} ± {1.96 * self.error / (2 * self.std):.1g}"
-
-    def agrees_with(self, variance: float) -> bool:
-        """Return True if the sample could come from a distribution of this variance."""
-        return abs(self.variance - variance) < ERRORS * self.error
-
-    def over(self, divisor: float) -> "Spread":
-        """Return the spread of the scores divided by `divisor`."""
-        return Spread(self.variance / divisor**2, self.error / divisor**2)
-
-
 @cache
-def drawn_spread(dim: int, shift: float = 0.0) -> Spread:
-    """Return the spread of q·k for independent standard normal vectors with `shift` added to each component."""
-    rng, scores, parts = np.random.default_rng(dim), [], max(1, PAIRS * dim // 2**21)  # parts that fit into the cache
-    for _ in range(parts):
-        query, key = rng.standard_normal((2, PAIRS // parts, dim), dtype=np.float32) + np.float32(shift)
-        scores.append(np.einsum("ij,ij->i", query, key, dtype=np.float64))
-    every = np.concatenate(scores)
-    squares = (every - every.mean()) ** 2
-    return Spread(float(squares.mean()), float(squares.std(ddof=1) / math.sqrt(squares.size)))
+def lab_cells(experiment: str, seeds: int, **settings: Setting) -> Outcomes:
+    """Run cells of an experiment of the lab."""
+    version = EXPERIMENTS[experiment].version
+    cells = [Cell(experiment, version, {**settings, "seed": seed}) for seed in range(seeds)]
+    return Outcomes([(cell.settings, run_cell(cell).outcome) for cell in cells])
+
+
+def drawn_pairs(dim: int, case: str = "normal") -> Outcomes:
+    """Draw pairs of q and k with independent components, as `attnscale lab variance` does."""
+    return lab_cells("variance", SEEDS, case=case, head_dim=dim)
+
+
+def drawn_spread(dim: int, divisor: float = 1.0) -> Band:
+    """Return the spread of q·k over a divisor, for independent standard normal vectors."""
+    return band(math.sqrt(variance) / divisor for variance in drawn_pairs(dim).samples("variance"))
+
+
+def agrees(found: Band, value: float) -> bool:
+    """Return True if a drawn number could have this expectation."""
+    return abs(found.mean - value) < MARGINS * found.margin
 
 
 @cache
@@ -159,50 +149,30 @@ def drawn_rows(dim: int, divisor: float = 1.0, keys: int = KEYS) -> RowStatistic
     return row_statistics(drawn_scores(dim)[:, :keys] / divisor)
 
 
-@cache
-def sampled_rows(spread: float) -> RowStatistics:
-    """Return the statistics of rows of independent N(0, spread²) scores over 1024 keys."""
-    return row_statistics(spread * np.random.default_rng(0).standard_normal((SAMPLED_ROWS, KEYS)))
+def drawn(statistic: str, dim: int, divisor: float = 1.0, keys: int = KEYS) -> Band:
+    """Return a statistic of drawn rows: its mean, with its interval."""
+    return band(getattr(drawn_rows(dim, divisor, keys), statistic))
 
 
-def leading_row(keys: int) -> RowStatistics:
-    """Return the statistics of a row with a weight of 0.99 on the first key and equal weights on the others."""
-    return row_statistics([saturation_point(keys)] + [0.0] * (keys - 1))
+def saturated_share(dim: int, divisor: float) -> Band:
+    """Return the share of drawn rows that give one key a weight of 0.99."""
+    return band(drawn_rows(dim, divisor).top1 > SATURATED_TOP1)
 
 
-@dataclass(frozen=True)
-class WithoutScale:
-    """Ratio of gradients without a scale to those with 1/√d_k, and the gradient share of the lower half of queries."""
-
-    on_scores: Band  # median row
-    on_query: Band  # median query
-    lower_half: Band
-    lower_half_scaled: Band
+def leading_scores(keys: int) -> list[float]:
+    """Return scores that give the first key a weight of 0.99, and the others equal ones."""
+    return [saturation_point(keys)] + [0.0] * (keys - 1)
 
 
 @cache
 def gradient_without_scale(dim: int, keys: int) -> WithoutScale:
     """Compare gradients for random q, k, v and output gradients, as `attnscale lab divisors` does."""
-    settings: Settings = {"part": divisors.SHAPES, "head_dim": dim, "keys": keys}
-    cells = {
-        divisor: [run_cell(Cell("divisors", 2, {**settings, "divisor": divisor, "seed": seed})).outcome
-                  for seed in range(SEEDS)]
-        for divisor in ("none", "√d_k")
-    }  # fmt: skip
-    return WithoutScale(*map(band, divisors.without_over_with(cells).values()))
+    shape: dict[str, Setting] = {"part": SHAPES, "head_dim": dim, "keys": keys}
+    cells = [lab_cells("divisors", SEEDS, divisor=divisor, **shape).cells for divisor in ("none", "√d_k")]
+    return without_scale(Outcomes([*cells[0], *cells[1]]))
 
 
 # Heads at the initialisation of real modules
-
-
-WEIGHTS: dict[str, Callable[[], Sequence[Tensor]]] = {  # query and key weights by initialisation
-    "GPT-2": lambda: [torch.randn(D_MODEL, D_MODEL) * 0.02 for _ in range(2)],
-    # query weights of variance 1/(d_model · d_kv), key weights of 1/d_model
-    "T5": lambda: [torch.randn(D_MODEL, D_MODEL) * (D_MODEL * size) ** -0.5 for size in (D_MODEL // HEADS, 1)],
-    "nn.Linear": lambda: [nn.Linear(D_MODEL, D_MODEL).weight for _ in range(2)],
-    "nn.MultiheadAttention": lambda: nn.MultiheadAttention(D_MODEL, HEADS).in_proj_weight.chunk(3)[:2],
-    "Xavier": lambda: [nn.init.xavier_uniform_(torch.empty(D_MODEL, D_MODEL)) for _ in range(2)],
-}
 
 
 @cache
@@ -211,8 +181,7 @@ def heads(initialisation: str) -> tuple[Array, Array]:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         x = F.layer_norm(torch.randn(KEYS, D_MODEL), (D_MODEL,))
-        query, key = WEIGHTS[initialisation]()
-        query, key = ((x @ weight.T).unflatten(-1, (HEADS, -1)).transpose(0, 1) for weight in (query, key))
+        query, key = SCHEMES[MODULES.get(initialisation, initialisation)].project(x, HEADS)
         return query.double().numpy(), key.double().numpy()  # (heads, tokens, d_k)
 
 
@@ -228,13 +197,8 @@ def head_spread(initialisation: str) -> Band:
 
 
 def t5_spread() -> float:
-    """Return the spread of T5's scores at initialisation, with T5's multiplier."""
-    return T5.multiplier * head_spread("T5").mean
-
-
-def layer_norm(x: Array) -> Array:
-    """Apply LayerNorm without gain and bias."""
-    return np.asarray((x - x.mean()) / x.std())
+    """Return the spread of T5's scores at initialisation: its query weights are 1/√d_k times those of muP."""
+    return T5.multiplier * head_spread("muP").mean / math.sqrt(DIM)
 
 
 # Trained models: small ones at several head sizes, the bundled one, and a deep one before training
@@ -267,11 +231,9 @@ def has_learned(loss: Band) -> bool:
     return loss.high < TASK.chance - LEARNED
 
 
-@cache
 def bundled(scale: str) -> Band:
     """Return the loss of the bundled model, trained with 1/√d_k, on held-out text with one of SCALES."""
-    with one_thread():
-        return band(bundled_loss(scale, part) for part in range(PARTS))
+    return lab_cells("trained", PARTS, part=BUNDLED).band(f"{scale} {AT_ONCE}")
 
 
 @cache
@@ -282,55 +244,101 @@ def bundled_scores() -> dict[str, float]:
         return score_summary(model, Characters(model.context), size=1)
 
 
-@cache
 def gradients(scale: str) -> dict[str, Band]:
     """Measure the gradient on W_q of deep models with wide heads before training, as in the lab."""
-    settings: Settings = {"part": MODEL, "layers": DEEP, "head_dim": WIDE, "scale": scale}
-    found = [run_cell(Cell("gradients", 5, {**settings, "seed": seed})).outcome for seed in range(DRAWN)]
-    return {name: band(each[name] for each in found) for name in ("first_query", "backwards")}
+    found = lab_cells("gradients", DRAWN, part=MODEL, layers=DEEP, head_dim=WIDE, scale=scale)
+    return {name: found.band(name) for name in ("first_query", "backwards")}
 
 
-# Evidence shared by several articles
+# Judgements that claims share: each computes, compares with what a claim expects, and shows the numbers
+
+
+def ordered(what: str, values: Mapping[str, Band | float], form: str) -> Evidence:
+    """Test if each value is below the next one, beyond the error of both."""
+    bands = [value if isinstance(value, Band) else Band(value, 0.0, 0) for value in values.values()]
+    shown = ", ".join(f"{value:{form}} {name}" for name, value in values.items())
+    return Evidence(all(low.high < high.low for low, high in pairwise(bands)), f"{what} {shown}")
+
+
+def near_one(what: str, values: Mapping[str, Band | float]) -> Evidence:
+    """Test if every value is within 0.05 of one."""
+    means = [value.mean if isinstance(value, Band) else value for value in values.values()]
+    shown = ", ".join(f"{value:.2f} ({name})" for name, value in values.items())
+    return Evidence(all(abs(mean - 1) < NEAR_ONE for mean in means), f"{what} {shown}")
+
+
+def published(found: Iterable[object], holds: bool) -> Evidence:
+    """Show what was found among published models."""
+    return Evidence(holds, f"published: {', '.join(map(str, found)) or 'none here'}")
+
+
+def published_some(found: Sequence[object], at_least: int = 1) -> Evidence:
+    """Test if enough published models were found."""
+    return published(found, len(found) >= at_least)
+
+
+def published_none(found: Sequence[object]) -> Evidence:
+    """Test if no published model was found; a model is shown with its multiplier times √d_k."""
+    return published(found, not found)
+
+
+def row_has(scores: ArrayLike, statistic: str, *, above: float = -math.inf, below: float = math.inf) -> Evidence:
+    """Test if a statistic of one row of scores is within limits."""
+    value = getattr(row_statistics(scores), statistic).item()
+    return Evidence(above < value < below, f"{SYMBOLS[statistic]} {value:#.3g}")
+
+
+def is_softer(before: ArrayLike, after: ArrayLike) -> Evidence:
+    """Test if the weights of the second row of scores are more even than those of the first."""
+    keys = {name: row_statistics(row).effective_keys.item() for name, row in (("before", before), ("after", after))}
+    return ordered("effective keys", keys, ".2f")
+
+
+def drawn_spread_is(power: float, *dims: int) -> Evidence:
+    """Test if random scores, divided by d_k to a power, have the standard deviation √d_k over the divisor."""
+    spreads = {dim: drawn_spread(dim, dim**power) for dim in dims}
+    holds = all(agrees(spread, dim ** (0.5 - power)) for dim, spread in spreads.items())
+    ends = dict.fromkeys((dims[0], dims[-1]))
+    return Evidence(holds, "drawn: spread " + ", ".join(f"{spreads[dim]:#.3g} at d_k = {dim}" for dim in ends))
 
 
 def mostly_one_hot() -> Evidence:
     """Test if most rows of unscaled scores at d_k = 64 give one key a weight of 0.99."""
-    share = band((sampled_rows(SPREAD).top1 > SATURATED_TOP1).astype(np.float64))
-    return Evidence(share.low > 0.5, f"{share:.1%} of rows over {KEYS} keys give one key 0.99")
-
-
-def unit_spread_at_start() -> Evidence:
-    """Test if random scores, divided by √d_k, have a spread of one at every width."""
-    spreads = {dim: drawn_spread(dim).over(math.sqrt(dim)) for dim in DIMS}
-    holds = all(found.agrees_with(1.0) and regime(found.std, KEYS) == "healthy" for found in spreads.values())
-    ends = f"{spreads[DIMS[0]]:.2f} at d_k = {DIMS[0]}, {spreads[DIMS[-1]]:.2f} at {DIMS[-1]}"
-    return Evidence(holds, f"drawn: spread {ends}")
+    share = saturated_share(DIM, 1.0)
+    return Evidence(share.low > 0.5, f"drawn at d_k = {DIM}: {share:.1%} of rows over {KEYS} keys give one key 0.99")
 
 
 def gpt2_scaled_spread() -> Evidence:
     """Test if GPT-2's scaled scores start with a spread of one."""
-    spread = head_spread("GPT-2").mean / SPREAD
-    return Evidence(abs(spread - 1) < NEAR_ONE, f"spread {spread:.2f} at GPT-2's initialisation")
+    return near_one("spread", {"GPT-2": head_spread("GPT-2").mean / SPREAD})
+
+
+def layer_norm_centres() -> Evidence:
+    """Test if LayerNorm, without gain and bias, gives mean 0 and variance 1."""
+    x = np.array(SKEWED) + 1
+    normed = (x - x.mean()) / x.std()
+    shown = f"mean {abs(normed.mean()):.2f} and std {normed.std():.2f} after LayerNorm"
+    return Evidence(np.allclose([normed.mean(), normed.std()], [0, 1]), shown)
 
 
 def softmax_passes_little() -> Evidence:
     """Test if the gradient on the scores of the median row is small without a scale, at a large d_k."""
-    found = gradient_without_scale(512, 64)
-    return Evidence(
-        found.on_scores.high < 0.1, f"median row at d_k = 512 over 64 keys: {found.on_scores:.2g} times that with it"
-    )
+    found = gradient_without_scale(512, 64).on_scores
+    shown = f"median row at d_k = 512 over 64 keys: {found:.2g} times that with it"
+    return Evidence(found.high < NEGLIGIBLE_GRADIENT, shown)
 
 
 def queries_receive_little() -> Evidence:
     """Test if the gradient on the median query is small without a scale, at the d_k of most models."""
     found = gradient_without_scale(DIM, 64)
-    return Evidence(
-        found.on_query.high < 0.1,
+    shown = (
         f"median query at d_k = {DIM} over 64 keys: {found.on_query:.2g} times, the lower half of the queries sharing "
-        f"{found.lower_half:.1%} instead of {found.lower_half_scaled:.0%}",
+        f"{found.lower_half:.1%} instead of {found.lower_half_scaled:.0%}"
     )
+    return Evidence(found.on_query.high < NEGLIGIBLE_GRADIENT, shown)
 
 
+AT_GPT2 = Limit(UNIT, "when weights start from N(0, 0.02²)", gpt2_scaled_spread, is_stated=True)
 AT_SOFTMAX = Limit(
     "of the gradient on most rows' scores, where √d_k is much larger than √(2 ln n)",
     "of the gradient on queries, which is larger without a scale but shared less evenly",

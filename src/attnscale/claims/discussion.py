@@ -10,9 +10,9 @@ import numpy as np
 
 from attnscale.claims import computations as compute
 from attnscale.claims.computations import DIM, DIMS, KEYS, NEAR_ONE, SPREAD
-from attnscale.claims.judging import Evidence, Limit, Source
+from attnscale.claims.judging import Entry, Evidence, Limit, Source
 from attnscale.claims.settings import FULL_SIZE, language_models
-from attnscale.reference import row_statistics, softmax, softmax_jacobian
+from attnscale.reference import softmax, softmax_jacobian
 from attnscale.theory.limits import SATURATED_TOP1
 
 SOURCE = Source(
@@ -38,13 +38,6 @@ def _stable_without_shift() -> Evidence:
     return Evidence(not overflowed, f"without the subtraction {overflowed} of {KEYS} exponentials overflow")
 
 
-SOURCE.section("the whole post")
-
-
-@SOURCE.claim(
-    "not-numerical-stability", "The scale is not there for numerical stability.", "not numerical",
-    limit=Limit("when softmax subtracts its maximum", "for plain exponentials in float16", _stable_without_shift),
-)  # fmt: skip
 def _stable_without_scale() -> Evidence:
     scores = _unscaled_float16()
     terms = np.exp(scores - scores.max())
@@ -52,22 +45,9 @@ def _stable_without_scale() -> Evidence:
     return Evidence(error < 1e-3, f"float16 weights of unscaled scores are off by at most {error:.1g}")
 
 
-@SOURCE.claim("score-std-root-dim", "Unscaled scores have the standard deviation √d_k.", "√d_k")
-def _root_dim() -> Evidence:
-    spreads = {dim: compute.drawn_spread(dim) for dim in DIMS}
-    shown = f"drawn: std {spreads[DIM]:.2f} at d_k = {DIM}, {spreads[DIMS[-1]]:.1f} at {DIMS[-1]}"
-    return Evidence(all(found.agrees_with(dim) for dim, found in spreads.items()), shown)
-
-
 def _typical_dim(since: int, before: int) -> Evidence:
     typical = median(setting.head_dim for setting in language_models(since, before, millions=FULL_SIZE))
-    return Evidence(typical == DIM, f"published: median {typical:g}")
-
-
-SOURCE.claim(
-    "typical-head-dim", "64 is the typical d_k.", "64", remark="Medians over a selection of models, not all.",
-    limit=Limit(f"before {MODERN}", "since", lambda: _typical_dim(MODERN, 9999)),
-)(lambda: _typical_dim(0, MODERN))  # fmt: skip
+    return compute.published([f"median {typical:g}"], typical == DIM)
 
 
 def _reach(keys: int) -> Evidence:
@@ -78,63 +58,52 @@ def _reach(keys: int) -> Evidence:
     return Evidence(chance > EASILY, f"{chance:.2%} of rows over {keys} keys reach both ends")
 
 
-SOURCE.claim(
-    "logits-easily-25", "An unscaled row of scores may well read [-20, 3, 25, -15].", "-20 to 25",
-    limit=Limit(f"over {KEYS} keys", "over four, as in the example", lambda: _reach(LOGITS.size)),
-    remark=f"The four have a standard deviation of {LOGITS.std(ddof=1):.1f}, not {SPREAD:g}.",
-)(lambda: _reach(KEYS))  # fmt: skip
-
-
-@SOURCE.claim("example-logits-one-hot", "Softmax of [-20, 3, 25, -15] is nearly one-hot.", "near one-hot")
 def _example_one_hot() -> Evidence:
-    top1 = row_statistics(LOGITS).top1.item()
-    return Evidence(top1 > SATURATED_TOP1, f"1 − {1 - top1:.1e} on one key")
+    return compute.row_has(LOGITS, "top1", above=SATURATED_TOP1)
 
 
-@SOURCE.claim(
-    "example-gradients-small", "Of [-20, 3, 25, -15] all but the largest receive hardly any gradient.",
-    "extremely small",
-)  # fmt: skip
 def _example_gradients() -> Evidence:
     others = np.delete(np.diag(softmax_jacobian(softmax(LOGITS))), LOGITS.argmax())
     return Evidence(bool(others.max() < EXTREMELY_SMALL), f"at most {others.max():.1e}")
 
 
-SOURCE.claim(
-    "picks-one-token", "Unscaled at d_k = 64, attention picks a single token.", "one token",
-    limit=Limit("for the four logits of the example", "for most rows at a spread of 8", compute.mostly_one_hot),
-)(_example_one_hot)  # fmt: skip
-
-SOURCE.numbers(
-    ("scaled-example-logits", "[-20, 3, 25, -15] divided by 8.", "-2.5 0.4 3.1 -1.9", lambda: LOGITS / SPREAD),
-)  # fmt: skip
-
-
-@SOURCE.claim("scaled-example-softer", "Divided by 8, [-20, 3, 25, -15] give a softer distribution.", "softer")
-def _softer() -> Evidence:
-    before, after = row_statistics(LOGITS), row_statistics(LOGITS / SPREAD)
-    shown = f"1 − Σp² from {before.jacobian_trace.item():.1e} to {after.jacobian_trace.item():.2f}"
-    return Evidence(bool(after.entropy > before.entropy), f"{shown}, largest weight {after.top1.item():.2f}")
-
-
-@SOURCE.claim(
-    "initialisation-dependent", "The right scale depends on the variance that q and k start with.",
-    "depends on initialisation",
-)  # fmt: skip
 def _depends_on_initialisation() -> Evidence:
     scales = {name: 1 / compute.head_spread(name).mean for name in ("Xavier", "GPT-2")}
     shown = ", ".join(f"{scale:.3f} for {name}" for name, scale in scales.items())
     return Evidence(not math.isclose(*scales.values(), rel_tol=NEAR_ONE), f"a spread of one needs {shown}")
 
 
-def _xavier(name: str) -> Evidence:
-    std = compute.head_std(name)
-    return Evidence(abs(std.mean - 1) < NEAR_ONE, f"q std {std:.2f} ({name})")
+def _query_std_is_one(initialisation: str) -> Evidence:
+    return compute.near_one("q std", {initialisation: compute.head_std(initialisation)})
 
 
-SOURCE.claim(
-    "xavier-unit-variance", "Projections typically start q and k near unit variance, by Xavier initialisation.",
-    "std near 1",
-    limit=Limit("for square matrices drawn separately", "for q, k and v drawn as one matrix",
-                lambda: _xavier("nn.MultiheadAttention")),
-)(lambda: _xavier("Xavier"))  # fmt: skip
+SOURCE.add(
+    "the whole post",
+    Entry("not-numerical-stability", "The scale is not there for numerical stability.", "not numerical",
+          _stable_without_scale,
+          limit=Limit("when softmax subtracts its maximum", "for plain exponentials in float16",
+                      _stable_without_shift)),
+    Entry("score-std-root-dim", "Unscaled scores have the standard deviation √d_k.", "√d_k",
+          lambda: compute.drawn_spread_is(0.0, *DIMS)),
+    Entry("typical-head-dim", "64 is the typical d_k.", "64", lambda: _typical_dim(0, MODERN),
+          "Medians over a selection of models, not all.",
+          Limit(f"before {MODERN}", "since", lambda: _typical_dim(MODERN, 9999))),
+    Entry("logits-easily-25", "An unscaled row of scores may well read [-20, 3, 25, -15].", "-20 to 25",
+          lambda: _reach(KEYS), f"The four have a standard deviation of {LOGITS.std(ddof=1):.1f}, not {SPREAD:g}.",
+          Limit(f"over {KEYS} keys", "over four, as in the example", lambda: _reach(LOGITS.size))),
+    Entry("example-logits-one-hot", "Softmax of [-20, 3, 25, -15] is nearly one-hot.", "near one-hot",
+          _example_one_hot),
+    Entry("example-gradients-small", "Of [-20, 3, 25, -15] all but the largest receive hardly any gradient.",
+          "extremely small", _example_gradients),
+    Entry("picks-one-token", "Unscaled at d_k = 64, attention picks a single token.", "one token", _example_one_hot,
+          limit=Limit("for the four logits of the example", "for most rows at a spread of 8", compute.mostly_one_hot)),
+    Entry("scaled-example-logits", "[-20, 3, 25, -15] divided by 8.", "-2.5 0.4 3.1 -1.9", lambda: LOGITS / SPREAD),
+    Entry("scaled-example-softer", "Divided by 8, [-20, 3, 25, -15] give a softer distribution.", "softer",
+          lambda: compute.is_softer(LOGITS, LOGITS / SPREAD)),
+    Entry("initialisation-dependent", "The right scale depends on the variance that q and k start with.",
+          "depends on initialisation", _depends_on_initialisation),
+    Entry("xavier-unit-variance", "Projections typically start q and k near unit variance, by Xavier initialisation.",
+          "std near 1", lambda: _query_std_is_one("Xavier"),
+          limit=Limit("for square matrices drawn separately", "for q, k and v drawn as one matrix",
+                      lambda: _query_std_is_one("nn.MultiheadAttention"))),
+)  # fmt: skip

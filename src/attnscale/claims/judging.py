@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -64,26 +63,10 @@ class Source:
     title: str
     kind: str
     entries: list[Entry] = field(default_factory=list)
-    sections: list[str] = field(default_factory=lambda: [""])
 
-    def section(self, heading: str) -> None:
-        """Set the section of the article for the claims that follow."""
-        self.sections.append(heading)
-
-    def numbers(self, *rows: tuple[Any, ...]) -> None:
-        """Add claimed numbers as rows of id, claim, printed number, computation, and optionally a remark."""
-        self.entries.extend(replace(Entry(*row), section=self.sections[-1]) for row in rows)
-
-    def claim(
-        self, id_: str, claim: str, claimed: str, *, limit: Limit | None = None, remark: str = ""
-    ) -> Callable[[Callable[[], Evidence]], Callable[[], Evidence]]:
-        """Add a statement; the decorated function returns its evidence."""
-
-        def add(evidence: Callable[[], Evidence]) -> Callable[[], Evidence]:
-            self.entries.append(Entry(id_, claim, claimed, evidence, remark, limit, self.sections[-1]))
-            return evidence
-
-        return add
+    def add(self, section: str, *entries: Entry) -> None:
+        """Add the claims of a section of the article."""
+        self.entries.extend(replace(entry, section=section) for entry in entries)
 
 
 @dataclass(frozen=True)

@@ -38,20 +38,12 @@ SETTINGS = (
     Setting("T5-base", 2019, 220, 64, 1.0, "transformers T5Attention.scaling, T5Config.d_kv"),
     Setting("GPT-Neo 1.3B", 2021, 1300, 128, 1.0, "transformers GPTNeoSelfAttention; hidden_size 2048, 16 heads"),
     Setting("GPT-J 6B", 2021, 6000, 256, 1 / 16, "transformers GPTJAttention.scale_attn; n_embd 4096, n_head 16"),
-    Setting(
-        "all-MiniLM-L6-v2", 2021, 22.7, 32, 32**-0.5, "its configuration: hidden_size 384, 12 heads, BERT attention"
-    ),
-    Setting(
-        "LLaMA-2 7B", 2023, 6740, 128, 128**-0.5, "transformers LlamaAttention.scaling; hidden_size 4096, 32 heads"
-    ),
+    Setting("all-MiniLM-L6-v2", 2021, 22.7, 32, 32**-0.5, "its configuration: BERT, hidden_size 384, 12 heads"),
+    Setting("LLaMA-2 7B", 2023, 6740, 128, 128**-0.5, "transformers LlamaAttention.scaling; 4096 over 32 heads"),
     Setting("stories15M", 2023, 15, 48, 48**-0.5, "llama2.c: dim 288, n_heads 6, scores divided by √head_size"),
     Setting("Gemma-2 27B", 2024, 27200, 128, 144**-0.5, "its configuration: query_pre_attn_scalar 144, head_dim 128"),
-    Setting(
-        "Granite 3.1 2B", 2024, 2500, 64, 1 / 64, "its configuration: attention_multiplier 0.015625, 2048 over 32 heads"
-    ),
-    Setting(
-        "Swin-v2", 2021, 88, 32, 10.0, "Liu et al. 2022: cosine attention, learned 1/τ starting at 10", False, True
-    ),
+    Setting("Granite 3.1 2B", 2024, 2500, 64, 1 / 64, "its configuration: attention_multiplier; 2048 over 32 heads"),
+    Setting("Swin-v2", 2021, 88, 32, 10.0, "Liu et al. 2022: cosines, learned 1/τ starting at 10", False, True),
 )
 
 

@@ -7,35 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnscale.claims import computations as compute
-from attnscale.claims.computations import (
-    AT_SOFTMAX,
-    DIM,
-    DIMS,
-    HEAD_DIMS,
-    HOT,
-    KEYS,
-    NEAR_ONE,
-    RATE,
-    SPREAD,
-    TASK,
-    TEXT,
-    bundled,
-    bundled_scores,
-    final_loss,
-    has_learned,
-)
-from attnscale.claims.judging import Evidence, Limit, Source
-from attnscale.claims.settings import (
-    CLIPPED_AT,
-    FULL_SIZE,
-    LEARNED,
-    LLAMA4_FLOOR,
-    T5,
-    find,
-    language_models,
-    llama4_temperature,
-)
-from attnscale.lab.outcomes import Band, band
+from attnscale.claims import settings
+from attnscale.claims.computations import DIM, DIMS, HEAD_DIMS, HOT, KEYS, NEAR_ONE, RATE, SPREAD, TASK, TEXT
+from attnscale.claims.judging import Entry, Evidence, Limit, Source
+from attnscale.lab.outcomes import Outcomes, band
 from attnscale.reference import (
     Array,
     attention_scores,
@@ -56,7 +31,6 @@ NEARLY_NORMAL = 0.1  # largest excess kurtosis of a nearly normal distribution
 NEGLIGIBLE = 0.01  # negligible share of the operations, or of the reduction of the loss
 LESS = 0.5  # less critical: the cost is below this share of an untrained model's
 MODERN = 2019  # year of GPT-2
-UNIT = "when q and k have unit variance"
 
 
 def normal_product_moment(power: int) -> float:
@@ -66,78 +40,55 @@ def normal_product_moment(power: int) -> float:
     return float(weights @ np.outer(nodes, nodes) ** power @ weights)
 
 
-SOURCE.section("Variance Analysis")
-
-
-SOURCE.numbers(
-    ("normal-product-mean", "E[XY] for independent standard normals.", "0", lambda: normal_product_moment(1)),
-    ("normal-product-square", "E[(XY)²] for independent standard normals.", "1", lambda: normal_product_moment(2)),
-    ("normal-product-variance", "Var(XY) for independent standard normals.", "1",
-     lambda: normal_product_moment(2) - normal_product_moment(1) ** 2),
-)  # fmt: skip
-
-
-@SOURCE.claim("variance-linear", "The variance of q·k grows linearly with d_k.", "linear")
 def _linear() -> Evidence:
-    drawn, along = [compute.drawn_spread(dim) for dim in DIMS], np.log(DIMS) - np.log(DIMS).mean()
-    power = float(along @ np.log([each.variance for each in drawn]) / (along @ along))
-    errors = along * [each.error / each.variance for each in drawn]
-    margin = 1.96 * float(np.sqrt(errors @ errors) / (along @ along))
-    shown = f"drawn from d_k = {DIMS[0]} to {DIMS[-1]}: as d_k to the power {power:.3f} ± {margin:.1g}"
-    return Evidence(abs(power - 1) < NEAR_ONE, shown)
+    pairs = Outcomes([cell for dim in DIMS for cell in compute.drawn_pairs(dim).cells])
+    power = pairs.exponent("variance", "head_dim")
+    return compute.near_one(f"drawn from d_k = {DIMS[0]} to {DIMS[-1]}:", {"the power of d_k": power})
 
 
-SOURCE.section("Why This Matters")
-
-
-@SOURCE.claim("score-std-64", "The spread of unscaled scores at d_k = 64 is 8.", "8")
-def _std_64() -> Evidence:
-    found = compute.drawn_spread(DIM)
-    return Evidence(found.agrees_with(DIM), f"drawn: {found:.2f}")
-
-
-SOURCE.numbers(
-    ("softmax-peaked", "Softmax of [8.5, -2.1, 7.9].", "0.99 0.00 0.01", lambda: softmax(PEAKED),
-     "Further scores, which the source omits, would not change the ratio of the first to the third."),
+SOURCE.add(
+    "Variance Analysis",
+    Entry("normal-product-mean", "E[XY] for independent standard normals.", "0", lambda: normal_product_moment(1)),
+    Entry("normal-product-square", "E[(XY)²] for independent standard normals.", "1",
+          lambda: normal_product_moment(2)),
+    Entry("normal-product-variance", "Var(XY) for independent standard normals.", "1",
+          lambda: normal_product_moment(2) - normal_product_moment(1) ** 2),
+    Entry("variance-linear", "The variance of q·k grows linearly with d_k.", "linear", _linear),
 )  # fmt: skip
 
 
-@SOURCE.claim(
-    "saturates-at-64", "Unscaled scores at d_k = 64 saturate the softmax.", "almost all on one key",
-    limit=Limit("if that means a spread above the critical one", "if it means one-hot rows", compute.mostly_one_hot),
-)  # fmt: skip
 def _saturates() -> Evidence:
-    found, top1 = regime(compute.drawn_spread(DIM).std, KEYS), band(compute.drawn_rows(DIM).top1)
+    found, top1 = regime(compute.drawn_spread(DIM).mean, KEYS), compute.drawn("top1", DIM)
     return Evidence(found == "sharp", f"drawn: {found}, with a largest weight of {top1:.2f} on average")
 
 
-@SOURCE.claim("saturated-gradients-vanish", "As softmax saturates its derivatives tend to zero.", "→ 0")
 def _vanishing() -> Evidence:
     gains = [row_statistics([x, 0, 0, 0]).jacobian_trace.item() for x in (5, 10, 20, 30)]
     holds = gains == sorted(gains, reverse=True) and gains[-1] < 1e-9
     return Evidence(holds, f"1 − Σp² from {gains[0]:.2g} to {gains[-1]:.1g} as the lead grows from 5 to 30")
 
 
-@SOURCE.claim("one-position-contributes", "In a saturated row a single position contributes.", "one")
-def _one_contributes() -> Evidence:
-    effective = compute.leading_row(KEYS).effective_keys.item()
-    return Evidence(effective < 1 + NEAR_ONE, f"{effective:.2f} effective keys at weight {SATURATED_TOP1}")
-
-
-SOURCE.section("Why √d_k Works")
-
-
-SOURCE.claim("scaled-unit-any-dim", "Division by √d_k gives variance 1 at every d_k.", "1")(
-    compute.unit_spread_at_start
-)
-
-
-SOURCE.section("Visualizing the Effect")
-
-
-@SOURCE.claim(
-    "five-scores-spread", "The scores [9.2, -3.1, 8.8, -5.4, 1.2] have a spread of about 8.", "about 8"
+SOURCE.add(
+    "Why This Matters",
+    Entry("score-std-64", "The spread of unscaled scores at d_k = 64 is 8.", "8",
+          lambda: compute.drawn_spread_is(0.0, DIM)),
+    Entry("softmax-peaked", "Softmax of [8.5, -2.1, 7.9].", "0.99 0.00 0.01", lambda: softmax(PEAKED),
+          "Further scores, which the source omits, would not change the ratio of the first to the third."),
+    Entry("saturates-at-64", "Unscaled scores at d_k = 64 saturate the softmax.", "almost all on one key", _saturates,
+          limit=Limit("if that means a spread above the critical one", "if it means one-hot rows",
+                      compute.mostly_one_hot)),
+    Entry("saturated-gradients-vanish", "As softmax saturates its derivatives tend to zero.", "→ 0", _vanishing),
+    Entry("one-position-contributes", "In a saturated row a single position contributes.", "one",
+          lambda: compute.row_has(compute.leading_scores(KEYS), "effective_keys", below=1 + NEAR_ONE)),
 )  # fmt: skip
+
+SOURCE.add(
+    "Why √d_k Works",
+    Entry("scaled-unit-any-dim", "Division by √d_k gives variance 1 at every d_k.", "1",
+          lambda: compute.drawn_spread_is(0.5, *DIMS)),
+)  # fmt: skip
+
+
 def _five_spread() -> Evidence:
     """Locate the sample variance among those of five N(0, 8²) draws: (n−1)s²/σ² is χ² with four degrees of freedom."""
     half = (FIVE.size - 1) * FIVE.var(ddof=1) / SPREAD**2 / 2
@@ -145,36 +96,27 @@ def _five_spread() -> Evidence:
     return Evidence(abs(below - 0.5) < LIKELY / 2, f"std {FIVE.std(ddof=1):.2f}; {below:.0%} of such samples are lower")
 
 
-SOURCE.numbers(
-    ("softmax-five", "Softmax of [9.2, -3.1, 8.8, -5.4, 1.2].", "0.599 0.000 0.401 0.000 0.000", lambda: softmax(FIVE)),
-)  # fmt: skip
-
-
-@SOURCE.claim("two-positions", "Of these five scores two take all the attention.", "two keys")
 def _two_positions() -> Evidence:
     two = np.sort(softmax(FIVE))[-2:].sum()
     return Evidence(bool(two > SATURATED_TOP1), f"{two:.4f} on two keys")
 
 
-SOURCE.numbers(
-    ("scaled-five", "[9.2, -3.1, 8.8, -5.4, 1.2] divided by 8.", "1.15 -0.39 1.10 -0.68 0.15", lambda: FIVE / SPREAD),
-    ("softmax-scaled-five", "Softmax of [9.2, -3.1, 8.8, -5.4, 1.2] divided by 8.", "0.31 0.07 0.30 0.05 0.12",
-     lambda: softmax(FIVE / SPREAD)),
+SOURCE.add(
+    "Visualizing the Effect",
+    Entry("five-scores-spread", "The scores [9.2, -3.1, 8.8, -5.4, 1.2] have a spread of about 8.", "about 8",
+          _five_spread),
+    Entry("softmax-five", "Softmax of [9.2, -3.1, 8.8, -5.4, 1.2].", "0.599 0.000 0.401 0.000 0.000",
+          lambda: softmax(FIVE)),
+    Entry("two-positions", "Of these five scores two take all the attention.", "two keys", _two_positions),
+    Entry("scaled-five", "[9.2, -3.1, 8.8, -5.4, 1.2] divided by 8.", "1.15 -0.39 1.10 -0.68 0.15",
+          lambda: FIVE / SPREAD),
+    Entry("softmax-scaled-five", "Softmax of [9.2, -3.1, 8.8, -5.4, 1.2] divided by 8.", "0.31 0.07 0.30 0.05 0.12",
+          lambda: softmax(FIVE / SPREAD)),
+    Entry("scaled-spreads", "Scaling spreads attention over more of five keys.", "more even",
+          lambda: compute.is_softer(FIVE, FIVE / SPREAD)),
 )  # fmt: skip
 
 
-@SOURCE.claim("scaled-spreads", "Scaling spreads attention over more of five keys.", "more even")
-def _spreads() -> Evidence:
-    before, after = row_statistics(FIVE).effective_keys.item(), row_statistics(FIVE / SPREAD).effective_keys.item()
-    return Evidence(after > before, f"{before:.2f} effective keys before, {after:.2f} after")
-
-
-SOURCE.section("Implementation")
-
-
-@SOURCE.claim(
-    "implementation", "The listing returns [n, d_v] outputs and [n, n] weights of scaled attention.", "correct"
-)  # fmt: skip
 def _implementation() -> Evidence:
     rows, dim, value_dim = 3, 5, 7
     rng = np.random.default_rng(0)
@@ -185,40 +127,38 @@ def _implementation() -> Evidence:
     return Evidence(holds, f"output {list(output.shape)}, weights {list(weights.shape)} for n = 3, d_v = 7")
 
 
+SOURCE.add(
+    "Implementation",
+    Entry("implementation", "The listing returns [n, d_v] outputs and [n, n] weights of scaled attention.", "correct",
+          _implementation),
+)  # fmt: skip
+
+
 def _plain_softmax(scores: list[float]) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(np.exp(scores) / np.exp(scores).sum())
 
 
-SOURCE.section("Numerical Stability")
-
-
-@SOURCE.claim("softmax-overflows", "A plain softmax overflows for large scores.", "overflow")
 def _overflows() -> Evidence:
     limit = math.log(np.finfo(np.float64).max)
     above, below = (bool(np.isnan(_plain_softmax([limit + step, 0.0])).any()) for step in (1, -1))
     return Evidence(above and not below, f"NaN from a score of {limit:.1f} on, in float64")
 
 
-@SOURCE.claim(
-    "stable-softmax-same", "Subtracting the maximum avoids overflow and leaves softmax unchanged.", "same result"
-)  # fmt: skip
 def _same() -> Evidence:
     difference = abs(softmax(FIVE) - _plain_softmax(FIVE.tolist())).max()
     holds = difference < 1e-15 and np.isfinite(softmax([1000.0, 999.0])).all()
     return Evidence(bool(holds), f"largest difference {difference:.1g}; finite at 1000")
 
 
-SOURCE.section("Gradient Flow")
+SOURCE.add(
+    "Numerical Stability",
+    Entry("softmax-overflows", "A plain softmax overflows for large scores.", "overflow", _overflows),
+    Entry("stable-softmax-same", "Subtracting the maximum avoids overflow and leaves softmax unchanged.",
+          "same result", _same),
+)  # fmt: skip
 
 
-SOURCE.claim(
-    "gradient-flow", "Without scaling gradients are tiny, with it they are healthy.", "healthy against tiny",
-    limit=AT_SOFTMAX, remark="Gradient without a scale over gradient with it, for random q, k and v.",
-)(compute.softmax_passes_little)  # fmt: skip
-
-
-@SOURCE.claim("jacobian-formula", "∂p_i/∂x_j = p_i (δ_ij − p_j).", "p_i (δ_ij − p_j)")
 def _jacobian() -> Evidence:
     step, x = 1e-6, FIVE / SPREAD
     columns = [(softmax(x + nudge) - softmax(x - nudge)) / (2 * step) for nudge in step * np.eye(FIVE.size)]
@@ -231,166 +171,104 @@ def _own(weights: list[float]) -> Array:
     return np.diag(softmax_jacobian(weights))
 
 
-SOURCE.numbers(
-    ("one-hot-gradients", "Derivatives at [1, 0, 0], each to its own score.", "0 0 0", lambda: _own([1, 0, 0])),
-    ("mixed-gradients", "Derivatives at [0.3, 0.3, 0.2, 0.2], each to its own score.", "0.21 0.21 0.16 0.16",
-     lambda: _own([0.3, 0.3, 0.2, 0.2])),
+def _trace(weights: list[float]) -> float:
+    return float(_own(weights).sum())
+
+
+SOURCE.add(
+    "Gradient Flow",
+    Entry("gradient-flow", "Without scaling gradients are tiny, with it they are healthy.", "healthy against tiny",
+          compute.softmax_passes_little, "Gradient without a scale over gradient with it, for random q, k and v.",
+          compute.AT_SOFTMAX),
+    Entry("jacobian-formula", "∂p_i/∂x_j = p_i (δ_ij − p_j).", "p_i (δ_ij − p_j)", _jacobian),
+    Entry("one-hot-gradients", "Derivatives at [1, 0, 0], each to its own score.", "0 0 0", lambda: _own([1, 0, 0])),
+    Entry("mixed-gradients", "Derivatives at [0.3, 0.3, 0.2, 0.2], each to its own score.", "0.21 0.21 0.16 0.16",
+          lambda: _own([0.3, 0.3, 0.2, 0.2])),
 )  # fmt: skip
 
 
-SOURCE.section("Exercises")
-
-
-@SOURCE.claim("std-512", "Exercise: the standard deviation at d_k = 512.", "√512")
-def _std_512() -> Evidence:
-    found = compute.drawn_spread(512)
-    return Evidence(found.agrees_with(512), f"drawn: {found:.2f}; √512 = {math.sqrt(512):.2f}")
-
-
-@SOURCE.claim(
-    "saturation-exercise", "Exercise: softmax([x, 0, 0, 0]) saturates for some x from 0 to 10.", "0 to 10"
+SOURCE.add(
+    "Exercises",
+    Entry("std-512", "Exercise: the standard deviation at d_k = 512.", "√512",
+          lambda: compute.drawn_spread_is(0.0, 512)),
+    Entry("saturation-exercise", "Exercise: softmax([x, 0, 0, 0]) saturates for some x from 0 to 10.", "0 to 10",
+          lambda: Evidence(0 < saturation_point(4) < 10, f"weight 0.99 at x = {saturation_point(4):.2f}")),
+    Entry("peaked-or-uniform", "Exercise: a peaked row has smaller derivatives than a uniform one.", "smaller",
+          lambda: compute.ordered(
+              "trace", {"peaked": _trace([0.97, 0.01, 0.01, 0.01]), "uniform": _trace([0.25] * 4)}, ".3f")),
 )  # fmt: skip
-def _saturates_within() -> Evidence:
-    point = saturation_point(4)
-    return Evidence(0 < point < 10, f"weight 0.99 at x = {point:.2f}")
 
 
-@SOURCE.claim(
-    "peaked-or-uniform", "Exercise: a peaked row has smaller derivatives than a uniform one.", "smaller"
-)  # fmt: skip
-def _peaked_or_uniform() -> Evidence:
-    peaked, uniform = (np.trace(softmax_jacobian(p)) for p in ([0.97, 0.01, 0.01, 0.01], [0.25] * 4))
-    return Evidence(bool(peaked < uniform), f"trace {peaked:.3f} peaked, {uniform:.2f} uniform")
+# Practice: when scaling matters, other temperatures, released models
 
 
-# Claims about practice: when scaling matters, other temperatures, released models
+def _lost(*dims: int) -> Evidence:
+    """Test if random scores lose more of 1 − Σp² without a scale at each d_k than at the one before."""
+    lost = {}
+    for dim in dims:
+        raw, scaled = (compute.drawn_rows(dim, divisor).jacobian_trace for divisor in (1.0, math.sqrt(dim)))
+        lost[f"at d_k = {dim}"] = band(1 - raw / scaled.mean())
+    return compute.ordered("part of 1 − Σp² lost without it:", lost, ".0%")
 
 
-def _lost(dim: int) -> Band:
-    """Return the relative loss of 1 − Σp² of random scores without a scale."""
-    raw, scaled = (compute.drawn_rows(dim, divisor).jacobian_trace for divisor in (1.0, math.sqrt(dim)))
-    return band(1 - raw / scaled.mean())
+def _high_dim() -> Evidence:
+    holds = all(regime(compute.drawn_spread(dim).mean, KEYS) == "sharp" for dim in DIMS)
+    return Evidence(holds, _lost(64, 512).shown)
 
 
-def _gpt2_variance() -> Evidence:
-    variance = compute.head_spread("GPT-2").mean ** 2
-    return Evidence(abs(variance / DIM - 1) < NEAR_ONE, f"variance {variance:.1f} at GPT-2's initialisation")
+def _nearly_normal() -> Evidence:
+    scores, spread = compute.drawn_scores(DIM), compute.drawn_spread(DIM)
+    kurtosis = float(((scores - scores.mean()) ** 4).mean() / scores.var() ** 2 - 3)
+    shown = f"drawn at d_k = {DIM}: spread {spread:.2f}, excess kurtosis {kurtosis:.2f}"
+    return Evidence(abs(kurtosis) < NEARLY_NORMAL and compute.agrees(spread, SPREAD), shown)
+
+
+def _bundled_controlled() -> Evidence:
+    found = compute.bundled_scores()
+    size = f"the bundled model's scores have a spread of {found['std']:.2f} and reach {found['max']:.0f}"
+    return Evidence(
+        found["max"] < settings.CLIPPED_AT, f"{size}; published runs clip from {settings.CLIPPED_AT:.0f} on"
+    )
 
 
 def _cost(scale: str) -> float:
     """Return the extra loss of the bundled model with another scale, as a share of its learned loss reduction."""
-    return (bundled(scale).mean - bundled("1/√d_k").mean) / (TEXT - bundled("1/√d_k").mean)
+    kept = compute.bundled("1/√d_k").mean
+    return (compute.bundled(scale).mean - kept) / (TEXT - kept)
 
 
 def _fresh_cost() -> float:
     """Return the extra loss of training without a scale, as a share of the loss reduction with it."""
-    wide = HEAD_DIMS[-1]
-    return (final_loss(wide, "none").mean - final_loss(wide).mean) / (TASK.chance - final_loss(wide).mean)
+    kept = compute.final_loss(HEAD_DIMS[-1]).mean
+    return (compute.final_loss(HEAD_DIMS[-1], "none").mean - kept) / (TASK.chance - kept)
 
 
-def _trained_indifferent() -> Evidence:
-    shown = f"1/d_k in the bundled model: {bundled('1/d_k'):.2f} nats, {_cost('1/d_k'):.0%} of what it learned"
-    return Evidence(_cost("1/d_k") < NEGLIGIBLE, shown)
-
-
-def _scale_healthy() -> Evidence:
-    spread, divided = compute.drawn_spread(DIM), compute.drawn_spread(DIM).over(math.sqrt(DIM))
-    raw, scaled = regime(spread.std, KEYS), regime(divided.std, KEYS)
-    shown = f"drawn at d_k = {DIM}: spread {spread:.2f} without is {raw}, {divided:.2f} with {scaled}"
-    return Evidence((raw, scaled) == ("sharp", "healthy"), shown)
-
-
-def _scale_t5() -> Evidence:
-    raw, scaled = regime(compute.t5_spread(), KEYS), regime(compute.t5_spread() / math.sqrt(T5.head_dim), KEYS)
-    return Evidence(scaled == "healthy", f"{T5.model} is {raw} without, {scaled} with")
-
-
-def _learned_alone() -> Evidence:
-    found = [each.model for each in LEARNED if each.language and each.is_temperature]
-    return Evidence(bool(found), f"published: {', '.join(found) or 'none here'} with a τ in place of √d_k")
-
-
-def _entropy_at(temperature: float) -> Band:
-    """Return the entropy ratio of random scores divided by temperature · √d_k."""
-    return band(compute.drawn_rows(DIM, temperature * math.sqrt(DIM)).entropy_ratio)
-
-
-def _llama4() -> Evidence:
-    factor = llama4_temperature(LLAMA4_FLOOR)
-    return Evidence(factor == 1, f"Llama 4 {factor:.3f} from token {LLAMA4_FLOOR:,} on")
-
-
-def _essential_for_all() -> Evidence:
-    without = [setting.model for setting in language_models(millions=FULL_SIZE) if setting.multiplier == 1]
-    return Evidence(not without, f"published: {', '.join(without)} multiply by 1")
-
-
-def _stable(rate: float) -> Evidence:
-    losses = [final_loss(dim, rate=rate) for dim in HEAD_DIMS]
-    learned = sum(map(has_learned, losses))
-    shown = (
-        f"at a rate of {rate:g}, {learned} of {len(losses)} small models of d_k {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} "
-        f"learn (loss {', '.join(f'{loss:.2f}' for loss in losses)}; guessing {TASK.chance:.2f})"
-    )
-    return Evidence(learned == len(losses), shown)
-
-
-SOURCE.section("When Scaling Matters Most")
-
-
-@SOURCE.claim("high-dim-critical", "For wide heads scaling is critical.", "critical")
-def _high_dim() -> Evidence:
-    holds = all(regime(compute.drawn_spread(dim).std, KEYS) == "sharp" for dim in DIMS)
-    return Evidence(holds, f"1 − Σp² falls by {_lost(64):.0%} without it at d_k = 64, by {_lost(512):.0%} at 512")
-
-
-@SOURCE.claim("low-dim-less-critical", "For narrow heads scaling matters less.", "less critical")
-def _low_dim() -> Evidence:
-    shown = f"1 − Σp² falls by {_lost(4):.0%} without it at d_k = 4, by {_lost(64):.0%} at 64"
-    return Evidence(_lost(4).high < _lost(64).low, shown)
-
-
-@SOURCE.claim(
-    "random-init-normal", "At random initialisation scores are close to N(0, d_k).", "N(0, d_k)",
-    limit=Limit(UNIT, "when weights start from N(0, 0.02²)", _gpt2_variance),
-)  # fmt: skip
-def _nearly_normal() -> Evidence:
-    scores = compute.drawn_scores(DIM)
-    kurtosis = float(((scores - scores.mean()) ** 4).mean() / scores.var() ** 2 - 3)
-    holds = abs(kurtosis) < NEARLY_NORMAL and compute.drawn_spread(DIM).agrees_with(DIM)
-    shown = f"drawn at d_k = {DIM}: spread {compute.drawn_spread(DIM):.2f}, excess kurtosis {kurtosis:.2f}"
-    return Evidence(holds, shown)
-
-
-@SOURCE.claim(
-    "trained-controlled", "In a trained model scores may be controlled.", "may be",
-    remark="Not in every one. Published: the largest score of a trial run of Kimi K2 passed 1,000 (its report).",
-)  # fmt: skip
-def _bundled_controlled() -> Evidence:
-    found = bundled_scores()
-    size = f"the bundled model's scores have a spread of {found['std']:.2f} and reach {found['max']:.0f}"
-    return Evidence(found["max"] < CLIPPED_AT, f"{size}; published runs clip from {CLIPPED_AT:.0f} on")
-
-
-@SOURCE.claim(
-    "trained-less-critical", "In a trained model scaling is less critical.", "less critical",
-    limit=Limit("for no scale at all", "for 1/d_k in its place", _trained_indifferent),
-)  # fmt: skip
 def _trained_spared() -> Evidence:
     shown = (
-        f"removed from the bundled model: {bundled('1/√d_k'):.2f} to {bundled('none'):.2f} nats, "
+        f"removed from the bundled model: {compute.bundled('1/√d_k'):.2f} to {compute.bundled('none'):.2f} nats, "
         f"{_cost('none'):.0%} of what it learned; missing from the start, a small model loses {_fresh_cost():.0%}"
     )
     return Evidence(_cost("none") < LESS * _fresh_cost(), shown)
 
 
-SOURCE.claim(
-    "always-scale", "One should always scale.", "always",
-    limit=Limit(UNIT, "when their initialisation contains the factor already", _scale_t5),
-)(_scale_healthy)  # fmt: skip
+def _trained_indifferent() -> Evidence:
+    cost = _cost("1/d_k")
+    shown = f"1/d_k in the bundled model: {compute.bundled('1/d_k'):.2f} nats, {cost:.0%} of what it learned"
+    return Evidence(cost < NEGLIGIBLE, shown)
 
 
-@SOURCE.claim("cost-negligible", "Scaling costs next to nothing.", "negligible")
+def _scale_healthy() -> Evidence:
+    spread, divided = compute.drawn_spread(DIM), compute.drawn_spread(DIM, SPREAD)
+    raw, scaled = regime(spread.mean, KEYS), regime(divided.mean, KEYS)
+    shown = f"drawn at d_k = {DIM}: spread {spread:.2f} without is {raw}, {divided:.2f} with {scaled}"
+    return Evidence((raw, scaled) == ("sharp", "healthy"), shown)
+
+
+def _scale_t5() -> Evidence:
+    raw, scaled = regime(compute.t5_spread(), KEYS), regime(compute.t5_spread() / math.sqrt(settings.T5.head_dim), KEYS)
+    return Evidence(scaled == "healthy", f"{settings.T5.model} is {raw} without, {scaled} with")
+
+
 def _cheap() -> Evidence:
     query, key = torch.empty(KEYS, DIM, device="meta"), torch.empty(KEYS, DIM, device="meta")
     with FlopCounterMode(display=False) as counter:
@@ -401,82 +279,104 @@ def _cheap() -> Evidence:
     return Evidence(on_scores < NEGLIGIBLE, shown)
 
 
-SOURCE.section("Alternative Scaling Factors")
-
-
-@SOURCE.claim("learned-temperature", "Some implementations learn the temperature.", "some")
-def _learned() -> Evidence:
-    return Evidence(len(LEARNED) > 1, f"published: {'; '.join(map(str, LEARNED))}")
-
-
-@SOURCE.claim(
-    "efficient-learn-temperature", "Some efficient variants of language models learn the temperature.", "some",
-    limit=Limit("for a learned gain on q·k", "for a temperature alone", _learned_alone),
-    remark="A selection of models, not all.",
+SOURCE.add(
+    "When Scaling Matters Most",
+    Entry("high-dim-critical", "For wide heads scaling is critical.", "critical", _high_dim),
+    Entry("low-dim-less-critical", "For narrow heads scaling matters less.", "less critical", lambda: _lost(4, 64)),
+    Entry("random-init-normal", "At random initialisation scores are close to N(0, d_k).", "N(0, d_k)", _nearly_normal,
+          limit=Limit(compute.UNIT, "when weights start from N(0, 0.02²)", compute.gpt2_scaled_spread)),
+    Entry("trained-controlled", "In a trained model scores may be controlled.", "may be", _bundled_controlled,
+          "Not in every one. Published: the largest score of a trial run of Kimi K2 passed 1,000 (its report)."),
+    Entry("trained-less-critical", "In a trained model scaling is less critical.", "less critical", _trained_spared,
+          limit=Limit("for no scale at all", "for 1/d_k in its place", _trained_indifferent)),
+    Entry("always-scale", "One should always scale.", "always", _scale_healthy,
+          limit=Limit(compute.UNIT, "when their initialisation contains the factor already", _scale_t5)),
+    Entry("cost-negligible", "Scaling costs next to nothing.", "negligible", _cheap),
 )  # fmt: skip
-def _learned_in_language() -> Evidence:
-    found = [each for each in LEARNED if each.language]
-    return Evidence(bool(found), f"published: {'; '.join(map(str, found))}")
 
 
-@SOURCE.claim("small-temperature-sharper", "A temperature below √d_k sharpens attention.", "sharper")
-def _sharper() -> Evidence:
-    shown = f"entropy, of its maximum: {_entropy_at(0.5):.0%} at ½√d_k, {_entropy_at(1):.0%} at √d_k"
-    return Evidence(_entropy_at(0.5).high < _entropy_at(1).low, shown)
+def _entropies(multiples: dict[str, float]) -> Evidence:
+    """Test if random scores have more entropy at each multiple of √d_k than at the one before."""
+    ratios = {name: compute.drawn("entropy_ratio", DIM, times * math.sqrt(DIM)) for name, times in multiples.items()}
+    return compute.ordered("drawn: entropy, of its maximum:", ratios, ".0%")
 
 
-@SOURCE.claim("large-temperature-softer", "A temperature above √d_k softens attention.", "softer")
-def _softer() -> Evidence:
-    shown = f"entropy, of its maximum: {_entropy_at(2):.0%} at 2√d_k, {_entropy_at(1):.0%} at √d_k"
-    return Evidence(_entropy_at(2).low > _entropy_at(1).high, shown)
-
-
-@SOURCE.claim("scale-by-query", "A scale for each query lets queries differ in sharpness.", "differ")
 def _by_query() -> Evidence:
     query, key = np.ones((3, 2)), np.array([[0.0, 1.0], [1.0, 2.0], [2.0, 3.0], [3.0, 5.0], [5.0, 5.0]])
-    ratios = row_statistics(attention_scores(query, key, scale=np.array([[0.1], [0.5], [2.0]]))).entropy_ratio
-    shown = ", ".join(f"{ratio:.0%}" for ratio in ratios)
-    return Evidence(bool((np.diff(ratios) < 0).all()), f"entropy, of its maximum: {shown} at three scales")
+    scales = (2.0, 0.5, 0.1)
+    ratios = row_statistics(attention_scores(query, key, scale=np.array(scales)[:, None])).entropy_ratio
+    found = {f"at a scale of {scale}": float(ratio) for scale, ratio in zip(scales, ratios, strict=True)}
+    return compute.ordered("entropy, of its maximum:", found, ".0%")
 
 
-SOURCE.section("Connection to Modern LLMs")
+def _learned_in_language(only_temperature: bool = False) -> Evidence:
+    found = [each for each in settings.LEARNED if each.language and (each.is_temperature or not only_temperature)]
+    return compute.published_some(found)
 
 
-@SOURCE.claim(
-    "modern-llms-universal", "All modern language models scale by 1/√d_k.", "universal",
-    remark="One exception refutes a universal claim. How many models do so a selection cannot say: not testable.",
+SOURCE.add(
+    "Alternative Scaling Factors",
+    Entry("learned-temperature", "Some implementations learn the temperature.", "some",
+          lambda: compute.published_some(settings.LEARNED, at_least=2)),
+    Entry("efficient-learn-temperature", "Some efficient variants of language models learn the temperature.", "some",
+          _learned_in_language, "A selection of models, not all.",
+          Limit("for a learned gain on q·k", "for a temperature alone",
+                lambda: _learned_in_language(only_temperature=True))),
+    Entry("small-temperature-sharper", "A temperature below √d_k sharpens attention.", "sharper",
+          lambda: _entropies({"at ½√d_k": 0.5, "at √d_k": 1.0})),
+    Entry("large-temperature-softer", "A temperature above √d_k softens attention.", "softer",
+          lambda: _entropies({"at √d_k": 1.0, "at 2√d_k": 2.0})),
+    Entry("scale-by-query", "A scale for each query lets queries differ in sharpness.", "differ", _by_query),
 )  # fmt: skip
-def _universal() -> Evidence:
-    models = language_models(since=MODERN, millions=FULL_SIZE)
-    others = [setting for setting in models if not setting.standard]
-    return Evidence(not others, f"published, times 1/√d_k: {', '.join(map(str, others)) or 'none that differs'}")
 
 
-@SOURCE.claim("gpt-standard", "GPT scales by 1/√d_k.", "standard")
-def _gpt() -> Evidence:
-    models = [find(name) for name in ("GPT", "GPT-2")]
+def _none_differs() -> Evidence:
+    models = settings.language_models(since=MODERN, millions=settings.FULL_SIZE)
+    return compute.published_none([each for each in models if not each.standard])
+
+
+def _are_standard(*names: str) -> Evidence:
+    models = [settings.find(name) for name in names]
     shown = f"published, times 1/√d_k: {', '.join(map(str, models))}"
     return Evidence(all(setting.standard for setting in models), shown)
 
 
-@SOURCE.claim(
-    "llama-standard", "LLaMA scales by 1/√d_k.", "standard",
-    limit=Limit("up to LLaMA-2", "for Llama 4's layers without rotary positions", _llama4),
+def _llama4() -> Evidence:
+    factor = settings.llama4_temperature(settings.LLAMA4_FLOOR)
+    return Evidence(factor == 1, f"Llama 4 {factor:.3f} from token {settings.LLAMA4_FLOOR:,} on")
+
+
+SOURCE.add(
+    "Connection to Modern LLMs",
+    Entry("modern-llms-universal", "All modern language models scale by 1/√d_k.", "universal",
+          _none_differs,
+          "One exception refutes a universal claim. How many models do so a selection cannot say: not testable."),
+    Entry("gpt-standard", "GPT scales by 1/√d_k.", "standard", lambda: _are_standard("GPT", "GPT-2")),
+    Entry("llama-standard", "LLaMA scales by 1/√d_k.", "standard", lambda: _are_standard("LLaMA-2 7B"),
+          limit=Limit("up to LLaMA-2", "for Llama 4's layers without rotary positions", _llama4)),
 )  # fmt: skip
-def _llama() -> Evidence:
-    model = find("LLaMA-2 7B")
-    return Evidence(model.standard, f"published, times 1/√d_k: {model}")
 
 
-SOURCE.section("Summary")
+def _stable(rate: float) -> Evidence:
+    losses = [compute.final_loss(dim, rate=rate) for dim in HEAD_DIMS]
+    learned = sum(map(compute.has_learned, losses))
+    shown = (
+        f"at a rate of {rate:g}, {learned} of {len(losses)} small models of d_k {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} "
+        f"learn (loss {', '.join(f'{loss:.2f}' for loss in losses)}; guessing {TASK.chance:.2f})"
+    )
+    return Evidence(learned == len(losses), shown)
 
-SOURCE.claim(
-    "stable-training-any-dim", "With 1/√d_k training is stable whatever the dimension.", "stable",
-    limit=Limit("at a suitable learning rate", "at a hundred times that rate", lambda: _stable(HOT * RATE)),
-    remark="Published: runs whose largest score passed 10,000 diverged (Wortsman et al., arXiv 2309.14322).",
-)(lambda: _stable(RATE))  # fmt: skip
 
-SOURCE.claim(
-    "essential-in-practice", "Attention needs the division to work in practice.", "essential",
-    limit=Limit(UNIT, "for released models that multiply by 1", _essential_for_all),
-)(_scale_healthy)  # fmt: skip
+def _none_multiplies_by_one() -> Evidence:
+    return compute.published_none([each for each in settings.language_models() if each.multiplier == 1])
+
+
+SOURCE.add(
+    "Summary",
+    Entry("stable-training-any-dim", "With 1/√d_k training is stable whatever the dimension.", "stable",
+          lambda: _stable(RATE),
+          "Published: runs whose largest score passed 10,000 diverged (Wortsman et al., arXiv 2309.14322).",
+          Limit("at a suitable learning rate", "at a hundred times that rate", lambda: _stable(HOT * RATE))),
+    Entry("essential-in-practice", "Attention needs the division to work in practice.", "essential", _scale_healthy,
+          limit=Limit(compute.UNIT, "for released models that multiply by 1", _none_multiplies_by_one)),
+)  # fmt: skip

@@ -62,21 +62,15 @@ class Twins:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; a loss that is not finite is None."""
-        runs = [
-            {
-                "name": run.name,
-                "losses": plain(run.losses),
-                "held_out": plain(run.held_out),
-                "received": plain(run.received),
-                "records": [record.to_dict() for record in run.records],
-                "findings": [asdict(finding) for finding in run.audit.findings] if run.audit is not None else [],
-            }
-            for run in self.runs
-        ]
-        return {
-            "title": self.title, "verdict": self.verdict, "explanation": list(self.explanation), "runs": runs,
-            "settings": dict(self.settings),
-        }  # fmt: skip
+        found = {name: getattr(self, name) for name in ("title", "verdict", "explanation", "settings")}
+        runs = []
+        for run in self.runs:
+            own = {name: getattr(run, name) for name in ("name", "losses", "held_out", "received")}
+            findings = run.audit.findings if run.audit is not None else []
+            own["records"] = [record.to_dict() for record in run.records]
+            runs.append(own | {"findings": [asdict(finding) for finding in findings]})
+        whole: dict[str, Any] = plain({**found, "runs": runs})
+        return whole
 
 
 class TwinTraining:
@@ -111,27 +105,15 @@ class TwinTraining:
     @torch.no_grad()
     def twins(self) -> Twins:
         """Return the result, with its verdict and explanation."""
-        batch = TASK.held_out(4).tokens
-        held_out = {name: held_out_loss(model, TASK) for name, model in self.models.items()}
-        runs = tuple(
-            TwinRun(
-                name,
-                tuple(self.losses[name]),
-                tuple(self.records[name]),
-                audit(model, batch),
-                tuple(zip(SHARES, self.received[name].curve, strict=True)),
-                held_out[name],
-            )
-            for name, model in self.models.items()
-        )
-        scaled, unscaled = (held_out[name] for name in SCALES)
-        return Twins(
-            title=f"Why √d_k: the same model with and without it, d_k = {self.head_dim}",
-            verdict=verdict(scaled, unscaled),
-            explanation=explanation(self.head_dim, self.records, self.received, unscaled),
-            runs=runs,
-            settings=self._settings(),
-        )
+        batch, runs = TASK.held_out(4).tokens, []
+        for name, model in self.models.items():
+            received = tuple(zip(SHARES, self.received[name].curve, strict=True))
+            losses, records = tuple(self.losses[name]), tuple(self.records[name])
+            runs.append(TwinRun(name, losses, records, audit(model, batch), received, held_out_loss(model, TASK)))
+        scaled, unscaled = (held_out_loss(model, TASK) for model in self.models.values())
+        title = f"Why √d_k: the same model with and without it, d_k = {self.head_dim}"
+        reasons = explanation(self.head_dim, self.records, self.received, unscaled)
+        return Twins(title, verdict(scaled, unscaled), reasons, tuple(runs), self._settings())
 
     def _settings(self) -> dict[str, object]:
         return {

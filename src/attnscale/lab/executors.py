@@ -19,22 +19,18 @@ from attnscale.errors import SettingError
 @contextmanager
 def executor_for(name: str, jobs: int | None) -> Iterator[Any]:
     """Open `pool`, with `jobs` processes, or what `package.module:callable` returns."""
+    made = _pool(jobs or os.cpu_count() or 1) if name == "pool" else _made(name)
+    with made if hasattr(made, "__exit__") else nullcontext(made) as executor:
+        yield executor
+
+
+def _made(name: str) -> Any:
     module, _, factory = name.partition(":")
-    if name == "pool":
-        with _pool(jobs or os.cpu_count() or 1) as executor:
-            yield executor
-    elif module and factory:
-        made = _made(name, module, factory)
-        with made if hasattr(made, "__exit__") else nullcontext(made) as executor:
-            yield executor
-    else:
+    if not module or not factory:
         raise SettingError(
             f"Unknown executor {name!r}. Expected pool, or package.module:callable that returns an executor: any "
             "object with submit(), such as submitit.AutoExecutor(…) or distributed.Client(…)."
         )
-
-
-def _made(name: str, module: str, factory: str) -> Any:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
     try:
@@ -58,11 +54,9 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     try:
         yield executor
         executor.shutdown()
-    except BaseException:
-        held_here.close()  # ends the workers at once
-        executor.shutdown(wait=False, cancel_futures=True)
-        raise
     finally:
+        # after an exception: first forget what waits, or the executor's thread fails when its workers end
+        executor.shutdown(wait=False, cancel_futures=True)
         held_here.close()
 
 

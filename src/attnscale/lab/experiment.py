@@ -4,8 +4,9 @@ A conclusion has checks, tables and plots, which the terminal, the page and JSON
 """
 
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
 Setting = str | float | int | bool | None  # also what a table has in its fields
 Settings = Mapping[str, Setting]
 Outcome = dict[str, Any]  # plain values, as JSON has them
+
+
+def product(**axes: Setting | Iterable[Setting]) -> list[Settings]:
+    """List every combination of settings; each has one value or several.
+
+    >>> product(rule="YaRN", length=[16, 64])
+    [{'rule': 'YaRN', 'length': 16}, {'rule': 'YaRN', 'length': 64}]
+    """
+    values = [[axis] if axis is None or isinstance(axis, str | float | int) else axis for axis in axes.values()]
+    return [dict(zip(axes, combination, strict=True)) for combination in itertools.product(*values)]
 
 
 @dataclass(frozen=True)
@@ -82,9 +93,9 @@ class Conclusion:
     """A paragraph composed from the outcomes, with its checks, tables and plots."""
 
     text: str
-    checks: tuple[Check, ...]
-    tables: tuple[Table, ...]
-    plots: tuple[Plot | Heatmap, ...]
+    checks: Sequence[Check]
+    tables: Sequence[Table]
+    plots: Sequence[Plot | Heatmap]
 
 
 @dataclass(frozen=True)
@@ -94,9 +105,9 @@ class Result:
     experiment: str
     question: str
     conclusion: str
-    checks: tuple[Check, ...]
-    tables: tuple[Table, ...]
-    plots: tuple[Plot | Heatmap, ...]
+    checks: Sequence[Check]
+    tables: Sequence[Table]
+    plots: Sequence[Plot | Heatmap]
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, with versions and seconds
 
     def to_dict(self) -> dict[str, Any]:

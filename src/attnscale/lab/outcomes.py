@@ -16,6 +16,7 @@ LEVEL = 0.95
 # in three complete runs would report a false failure.
 CHANCE = 0.01
 NEGLIGIBLE = 0.1  # nats
+SMALLEST_SHARE = 1e-6  # that is written in digits
 WORSE, BETTER, ALIKE, UNDECIDED = "worse", "better", "no difference", "undecided"
 
 
@@ -37,9 +38,18 @@ class Band:
         """Upper end of the interval."""
         return self.mean + self.margin
 
+    @property
+    def columns(self) -> tuple[float | None, float | None]:
+        """Mean and margin for a table, None if not finite."""
+        return finite(self.mean), finite(self.margin)
+
     def contains(self, value: float) -> bool:
         """Return True if the value lies in the interval."""
         return self.low <= value <= self.high
+
+    def is_below(self, limit: float) -> bool | None:
+        """Return None if the interval contains the limit, or is not known."""
+        return True if self.high < limit else False if self.low > limit else None
 
     def __format__(self, form: str) -> str:
         """Format the mean as asked, followed by the margin."""
@@ -48,15 +58,12 @@ class Band:
             return f"{self.mean:{form}} (one seed)"
         return f"{self.mean:{form}} ± {self.margin:{'.1%' if form.endswith('%') else '.2g'}}"
 
-    def __str__(self) -> str:
-        return format(self, "")
-
 
 def band(values: Iterable[float], points: int = 1) -> Band:
     """Return the mean and its interval; with `points`, 95% of the time all of that many intervals are right.
 
-    >>> print(band([1.0, 2.0, 3.0]))
-    2 ± 2.5
+    >>> f"{band([1.0, 2.0, 3.0]):.1f}"
+    '2.0 ± 2.5'
     """
     sample = np.fromiter(values, dtype=np.float64)
     seeds = len(sample)
@@ -85,9 +92,26 @@ class Outcomes:
         wanted = settings.items()
         return Outcomes([cell for cell in self.cells if all(cell[0][name] == value for name, value in wanted)])
 
+    def derived(self, measure: Callable[[Outcome], Outcome]) -> "Outcomes":
+        """Return the cells with further measures, computed from their own."""
+        return Outcomes([(own, {**found, **measure(found)}) for own, found in self])
+
     def values(self, setting: str) -> list[Any]:
         """Return each value of a setting once, in the order of the grid."""
         return list(dict.fromkeys(own[setting] for own, _ in self.cells))
+
+    def groups(self, *settings: str) -> "dict[tuple[Setting, ...], Outcomes]":
+        """Return the cells by their values of these settings, in the order of the grid."""
+        combinations = dict.fromkeys(tuple(own[name] for name in settings) for own, _ in self)
+        return {values: self.where(**dict(zip(settings, values, strict=True))) for values in combinations}
+
+    def at_best_rates(self, *settings: str) -> "Outcomes":
+        """Return the runs of each combination of these settings at the rate with its lowest mean loss."""
+        cells: list[tuple[Settings, Outcome]] = []
+        for own in self.groups(*settings).values():
+            losses = {rate: own.band("final", rate=rate).mean for rate in own.values("rate")}
+            cells += own.where(rate=min(losses, key=lambda rate: losses[rate])).cells
+        return Outcomes(cells)
 
     def samples(self, measure: str, **settings: Setting) -> list[float]:
         """Return a measured number of every cell with these settings."""
@@ -110,11 +134,12 @@ class Outcomes:
         return band((first[seed] - second[seed] for seed in first if seed in second), points)
 
     def exponent(self, measure: str, along: str) -> Band:
-        """Return the power of a setting that a number follows, fitted seed by seed."""
-        return band(
-            float(np.polyfit(np.log(own.values(along)), np.log(own.samples(measure)), 1)[0])
-            for own in (self.where(seed=seed) for seed in self.values("seed"))
-        )
+        """Return the power of a setting that a number follows, fitted seed by seed; nan if one is not finite."""
+        powers = []
+        for own in self.groups("seed").values():
+            x, y = np.log(own.values(along)), np.log(own.samples(measure))
+            powers.append(float(np.polyfit(x, y, 1)[0]) if np.isfinite(y).all() else math.nan)
+        return band(powers)
 
     def curve(self, name: str, x: str, y: str, **settings: Setting) -> Curve:
         """Return a number against a setting, with intervals over seeds."""
@@ -141,13 +166,12 @@ class Outcomes:
         After a heading that ends in ±, a second column has the margin. What is true or false is counted.
         """
         rows = []
-        for combination in dict.fromkeys(tuple(own[name] for name in settings) for own, _ in self):
-            own = self.where(**dict(zip(settings, combination, strict=True)))
+        for combination, own in self.groups(*settings).items():
             row: list[Setting] = [*combination]
             for name, heading in measures.items():
                 found = own.band(name)
                 mean = own.count(name) if isinstance(own.cells[0][1][name], bool) else finite(found.mean)
-                row += [mean, finite(found.margin)] if heading.endswith("±") else [mean]
+                row += [mean, found.columns[1]] if heading.endswith("±") else [mean]
             rows.append(tuple(row))
         headings = [part for heading in measures.values() for part in heading.rsplit(" ", heading.endswith("±"))]
         return Table(title, (*settings.values(), *headings), tuple(rows))
@@ -158,11 +182,13 @@ class Outcomes:
         return banded(name, x, [band(values) for values in zip(*lists, strict=True)])
 
     def check(
-        self, statement: str, measure: str, expected: Mapping[Any, float], along: str, curves: int = 1,
+        self, statement: str, measure: str, theory: Callable[[Any], float], along: str, curves: int = 1,
         **settings: Setting,
     ) -> Check:  # fmt: skip
-        """Check that a curve agrees with theory, as one of `curves` that are checked together."""
-        own, points = self.where(**settings), round(len(expected) * curves * (1 - LEVEL) / CHANCE)
+        """Check that a curve along a setting agrees with theory(setting), as one of `curves` checked together."""
+        own = self.where(**settings)
+        expected = {value: theory(value) for value in own.values(along)}
+        points = round(len(expected) * curves * (1 - LEVEL) / CHANCE)
         bands = {value: own.band(measure, points=points, **{along: value}) for value in expected}
         seeds = min(found.seeds for found in bands.values())
         if seeds < 2:
@@ -177,12 +203,11 @@ class Outcomes:
             f"{len(bands) - len(outside)} of {len(bands)} points within their intervals over {seeds} seeds; largest "
             f"difference {off:{form}}, widest interval ±{widest:{form}}"
         )
-        return Check(
-            statement, not outside, evidence + (f"; outside at {along} = {_listed(outside)}" if outside else "")
-        )
+        where = f"; outside at {along} = {_listed(outside)}" if outside else ""
+        return Check(statement, not outside, evidence + where)
 
 
-def column(values: Sequence[float]) -> tuple[float | None, ...]:
+def column(values: Iterable[float]) -> tuple[float | None, ...]:
     """Return numbers for a curve or a table, with None for those that are not finite, which JSON cannot write."""
     return tuple(finite(float(value)) for value in values)
 
@@ -196,11 +221,6 @@ def banded(name: str, x: Sequence[float], bands: Sequence[Band]) -> Curve:
     """Return means against x, with their intervals."""
     mean, low, high = (column([getattr(found, part) for found in bands]) for part in ("mean", "low", "high"))
     return Curve(name, tuple(map(float, x)), mean, low, high)
-
-
-def is_below_zero(difference: Band) -> bool | None:
-    """Return None if the interval contains zero, or is not known."""
-    return True if difference.high < 0 else False if difference.low > 0 else None
 
 
 def verdict(difference: Band) -> str:
@@ -218,13 +238,13 @@ def verdict(difference: Band) -> str:
     return ALIKE if difference.low >= -NEGLIGIBLE and difference.high <= NEGLIGIBLE else UNDECIDED
 
 
-def verdicts(differences: Mapping[str, Band]) -> str:
+def verdicts(differences: Mapping[Any, Band]) -> str:
     """Group names by verdict.
 
     >>> verdicts({"8": Band(0.01, 0.02, 8), "32": Band(0.0, 0.01, 8), "128": Band(0.2, 0.03, 8)})
     'no difference at 8, 32 (at most 0.03), worse at 128 (+0.2 ± 0.03)'
     """
-    groups: dict[str, dict[str, Band]] = {}
+    groups: dict[str, dict[Any, Band]] = {}
     for name, difference in differences.items():
         groups.setdefault(verdict(difference), {})[name] = difference
     parts = []
@@ -265,9 +285,11 @@ def ranging(values: Iterable[float], digits: int = 3) -> str:
 def percent(share: float) -> str:
     """Write a share with one decimal, or with one digit if that would show zero.
 
-    >>> percent(0.614), percent(0.0002374)
-    ('61.4%', '0.02%')
+    >>> percent(0.614), percent(0.0002374), percent(2e-7)
+    ('61.4%', '0.02%', 'less than 0.0001%')
     """
+    if 0 < share < SMALLEST_SHARE:
+        return "less than 0.0001%"
     return f"{share:.1%}" if share == 0 or share >= 0.0005 else f"{100 * share:.1g}%"
 
 

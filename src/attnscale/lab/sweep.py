@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]  # cells done, cells in all
 
 
 class SweepError(AttnscaleError):
-    """A cell failed, or the process that ran it died."""
+    """Error of a cell that failed, or of a process that died."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,9 @@ def _run(cells: list[Cell], folder: Path, executor: Executor, tasks: int) -> Ite
     running = [(share, executor.submit(run_cells, folder, share)) for share in shares]
     try:
         while running:
-            still = []
-            for share, task in running:
-                if task.done():
-                    yield from _results_of(folder, share, task)
-                else:
-                    still.append((share, task))
-            running = still
+            for share, task in [each for each in running if each[1].done()]:
+                yield from _results_of(folder, share, task)
+                running.remove((share, task))
             time.sleep(POLL if running else 0)
     except BaseException:
         for _, task in running:

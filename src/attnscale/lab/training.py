@@ -1,12 +1,12 @@
 """Training in the lab: seeded models and runs, their losses and scores, and how evenly queries receive gradient."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam
@@ -14,6 +14,7 @@ from torch.optim import Adam
 from attnscale.lab.tasks import Batch, Task
 from attnscale.models import CausalTransformer
 from attnscale.models.transformer import CausalSelfAttention
+from attnscale.reference import Array
 from attnscale.rules import get_rule
 from attnscale.train import Monitor, Record
 from attnscale.watching import watch
@@ -25,6 +26,7 @@ CURVE_POINTS = 20
 SHARES = tuple(point / 20 for point in range(21))  # of queries, for which a curve has a point
 SUMMARISED = ("std", "entropy_ratio", "jacobian_trace")
 SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim"}  # that experiments compare
+NAMES = {"none": "without a scale", "1/√d_k": "with 1/√d_k", "1/d_k": "with 1/d_k"}
 
 
 @contextmanager
@@ -144,18 +146,17 @@ class Trained:
     def curve(self, steps: int, points: int = CURVE_POINTS) -> list[float]:
         """Return mean losses over equal parts of the run; parts that it did not reach count as `final`."""
         whole = [*self.losses, *[math.nan] * (steps - len(self.losses))]
-        means = (math.fsum(whole[start:end]) / (end - start) for start, end in _parts(steps, points))
+        means = (math.fsum(part) / len(part) for part in _parts(whole, points))
         return [mean if math.isfinite(mean) else self.final for mean in means]
 
 
 def curve_steps(steps: int, points: int = CURVE_POINTS) -> list[float]:
     """Return the middle step of each part of a curve."""
-    return [(start + end - 1) / 2 for start, end in _parts(steps, points)]
+    return [float(part.mean()) for part in _parts(range(steps), points)]
 
 
-def _parts(steps: int, points: int) -> list[tuple[int, int]]:
-    points = min(points, steps)
-    return list(pairwise(point * steps // points for point in range(points + 1)))
+def _parts(values: Sequence[float], points: int) -> list[Array]:
+    return np.array_split(np.array(values, dtype=np.float64), min(points, len(values)))
 
 
 def trained(model: nn.Module, task: Task, schedule: Schedule) -> Trained:
@@ -163,6 +164,14 @@ def trained(model: nn.Module, task: Task, schedule: Schedule) -> Trained:
     start = held_out_loss(model, task)
     losses = tuple(step.loss for step in training(model, task, schedule))
     return Trained(losses, start, held_out_loss(model, task))
+
+
+def seeded_run(
+    task: Task, schedule: Schedule, device: str, **shape: Any
+) -> tuple[CausalTransformer, dict[str, float], Trained]:
+    """Train a model from a seed; return it with a summary of its scores before the first step, and its losses."""
+    model = seeded_model(task.vocabulary, schedule.seed, **shape).to(device)
+    return model, score_summary(model, task), trained(model, task, schedule)
 
 
 @torch.no_grad()

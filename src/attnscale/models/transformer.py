@@ -1,9 +1,9 @@
 """A plain causal transformer: pre-norm, rotary positions, attention with any scale rule."""
 
 import math
+from collections import OrderedDict
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnscale.errors import SettingError, ShapeError
@@ -45,7 +45,8 @@ class CausalTransformer(nn.Module):
         self.context = context  # length for training; rotary positions allow any
         self.embedding = nn.Embedding(vocabulary, d_model)
         self.blocks = nn.ModuleList(
-            Block(d_model, heads, head_dim, scale=scale, softcap=softcap, qk_norm=qk_norm) for _ in range(layers)
+            Block(CausalSelfAttention(d_model, heads, head_dim, scale=scale, softcap=softcap, qk_norm=qk_norm))
+            for _ in range(layers)
         )
         self.norm = nn.RMSNorm(d_model)
         self.head = nn.Linear(d_model, vocabulary, bias=False)
@@ -76,14 +77,19 @@ class CausalTransformer(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(
-        self, d_model: int, heads: int, head_dim: int | None, *, scale: Scale, softcap: float | None, qk_norm: bool
-    ) -> None:
+    def __init__(self, attention: "CausalSelfAttention") -> None:
         super().__init__()
+        d_model = attention.query.in_features
         self.attention_norm = nn.RMSNorm(d_model)
-        self.attention = CausalSelfAttention(d_model, heads, head_dim, scale=scale, softcap=softcap, qk_norm=qk_norm)
+        self.attention = attention
         self.feed_forward_norm = nn.RMSNorm(d_model)
-        self.feed_forward = FeedForward(d_model, HIDDEN * d_model)
+        self.feed_forward = nn.Sequential(
+            OrderedDict(
+                hidden=nn.Linear(d_model, HIDDEN * d_model, bias=False),
+                activation=nn.GELU(),
+                output=nn.Linear(HIDDEN * d_model, d_model, bias=False),
+            )
+        )
 
     def forward(self, x: Tensor, turns: Turns | None = None) -> Tensor:
         """Add both branches to the residual stream; `turns` are the rotary positions, computed here by default."""
@@ -135,20 +141,6 @@ class CausalSelfAttention(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         split: Tensor = x.unflatten(-1, (self.heads, self.head_dim))  # (batch, length, heads, head_dim)
         return split.transpose(1, 2)
-
-
-class FeedForward(nn.Module):
-    """Two linear layers with a GELU between them."""
-
-    def __init__(self, d_model: int, hidden: int) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(d_model, hidden, bias=False)
-        self.output = nn.Linear(hidden, d_model, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """output(gelu(hidden(x)))."""
-        out: Tensor = self.output(F.gelu(self.hidden(x)))
-        return out
 
 
 def rotate(x: Tensor, turns: Turns | None = None) -> Tensor:

@@ -63,11 +63,7 @@ def expected_softmax(spread: float, keys: int) -> SoftmaxExpectation:
     >>> round(at_init.entropy_ratio, 2), round(at_init.top1, 3)
     (0.93, 0.016)
     """
-    if keys < 2 or not 0 <= spread < math.inf:
-        raise SettingError(
-            f"Expected at least 2 keys and a finite spread of 0 or more, got keys={keys}, spread={spread}."
-        )
-    row = _row(spread, keys)
+    row = expected_row(spread, keys)
     if spread < UNIFORM_BELOW:
         top1 = 1 / keys
     elif spread > FROZEN:
@@ -97,18 +93,15 @@ def expected_row(spread: float, keys: int, head_dim: int | None = None) -> RowEx
     """
     if keys < 2 or not 0 <= spread < math.inf or (head_dim is not None and head_dim < 1):
         raise SettingError(
-            "Expected at least 2 keys, a finite spread of 0 or more and a positive head_dim, "
-            f"got {keys=}, {spread=}, {head_dim=}."
+            f"Expected at least 2 keys, a finite spread of 0 or more and a positive head_dim, got {keys=}, {spread=}, "
+            f"{head_dim=}."
         )
     if head_dim is None:
         return _row(spread, keys)
     lengths, weights = _query_lengths(head_dim)
     rows = [_row(spread * float(length), keys) for length in lengths]
-    means = {
-        name: sum(float(weight) * getattr(row, name) for weight, row in zip(weights, rows, strict=True))
-        for name in ("entropy", "jacobian_trace", "jacobian_norm2")
-    }
-    return RowExpectation(**means)
+    means = weights @ [(row.entropy, row.jacobian_trace, row.jacobian_norm2) for row in rows]
+    return RowExpectation(*means.tolist())
 
 
 @lru_cache(maxsize=65536)
@@ -118,17 +111,17 @@ def _row(spread: float, keys: int) -> RowExpectation:
     if spread > FROZEN:
         frozen, shrink = _row(FROZEN, keys), FROZEN / spread
         return RowExpectation(frozen.entropy * shrink, frozen.jacobian_trace * shrink, frozen.jacobian_norm2 * shrink)
-    log_normaliser, gain = _log_normaliser_and_gain(spread, keys)
-    return RowExpectation(max(log_normaliser - spread**2 * gain, 0.0), gain, _jacobian_norm2(spread, keys, 1 - gain))
-
-
-def _jacobian_norm2(spread: float, keys: int, square: float) -> float:
-    found = _laplace(spread, keys)
-    others, but_two = np.exp((keys - 1) * found.log), np.exp((keys - 2) * found.log)
-    cube = STEP * keys * float((found.third * others).sum()) / 2
-    alone = keys * float((found.fourth * others).sum())
-    pairs = keys * (keys - 1) * float((found.second**2 * but_two).sum())
-    return max(square - 2 * cube + STEP * (alone + pairs) / 6, 0.0)
+    log_t, log_laplace, (second, third, fourth) = _laplace(spread, keys)
+    all_keys, others, but_two = (np.exp(count * log_laplace) for count in (keys, keys - 1, keys - 2))
+    below = np.exp(-np.exp(np.minimum(log_t, VANISHED)))
+    log_normaliser = STEP * float((below - all_keys).sum())
+    square = STEP * keys * float((second * others).sum())
+    cube = STEP * keys * float((third * others).sum()) / 2
+    alone = keys * float((fourth * others).sum())
+    pairs = keys * (keys - 1) * float((second**2 * but_two).sum())
+    entropy = log_normaliser - spread**2 * (1 - square)
+    norm2 = square - 2 * cube + STEP * (alone + pairs) / 6
+    return RowExpectation(max(entropy, 0.0), 1 - square, max(norm2, 0.0))
 
 
 @lru_cache
@@ -150,28 +143,11 @@ def _reach(keys: int) -> float:
     return math.sqrt(2 * math.log(keys) + 2 * TAIL)
 
 
-def _log_normaliser_and_gain(spread: float, keys: int) -> tuple[float, float]:
-    """Return E[ln Z] and E[1 − Σ p²] for a spread between UNIFORM_BELOW and FROZEN."""
-    found = _laplace(spread, keys)
-    below = np.exp(-np.exp(np.minimum(found.log_t, VANISHED)))
-    log_normaliser = STEP * float((below - np.exp(keys * found.log)).sum())
-    participation = STEP * keys * float((found.second * np.exp((keys - 1) * found.log)).sum())
-    return log_normaliser, 1.0 - participation
+def _laplace(spread: float, keys: int) -> tuple[Array, Array, Array]:
+    """Return ln t in steps of STEP, ln L(t) of an N(0, spread²) score and tᵏ |L⁽ᵏ⁾(t)| for k = 2, 3, 4.
 
-
-@dataclass(frozen=True)
-class _Laplace:
-    """ln L(t) and tᵏ |L⁽ᵏ⁾(t)| for k = 2, 3, 4, on a grid of ln t in steps of STEP."""
-
-    log_t: Array
-    log: Array
-    second: Array
-    third: Array
-    fourth: Array
-
-
-def _laplace(spread: float, keys: int) -> _Laplace:
-    """Return the Laplace transform of eˢ for an N(0, spread²) score s, on a grid wide enough for `keys` scores."""
+    The grid is wide enough for `keys` scores.
+    """
     reach = _reach(keys) * spread
     step = min(STEP, GAUSSIAN_STEP * spread)
     half = math.ceil(reach / step)
@@ -182,7 +158,7 @@ def _laplace(spread: float, keys: int) -> _Laplace:
     mass_from = np.append(density[::-1].cumsum()[::-1], 0.0)  # probability of this score and all larger ones
     transform = _transform_by_convolution if step == STEP else _transform_by_sum
     log_t, one_minus_laplace, derivatives = transform(scores, density, mass_from, TAIL + math.log(keys))
-    return _Laplace(log_t, np.log1p(-np.minimum(one_minus_laplace, 1 - 1e-16)), *derivatives)
+    return log_t, np.log1p(-np.minimum(one_minus_laplace, 1 - 1e-16)), derivatives
 
 
 def _transform_by_sum(scores: Array, density: Array, mass_from: Array, negligible: float) -> tuple[Array, Array, Array]:

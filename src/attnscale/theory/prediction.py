@@ -6,9 +6,8 @@ from typing import Any
 
 from attnscale.errors import SettingError
 from attnscale.theory.gaussian import SoftmaxExpectation, expected_softmax
-from attnscale.theory.initialisation import Initialisation
 from attnscale.theory.limits import critical_spread, regime
-from attnscale.theory.variance import row_variance, score_variance, unit_variance_scale
+from attnscale.theory.variance import Initialisation, row_variance, score_variance, unit_variance_scale
 
 LARGEST = 10**18  # limit for d_model, heads, d_k and keys; larger numbers could overflow
 PACKED_PROJECTIONS = 3  # nn.MultiheadAttention draws q, k and v as one matrix of 3 · d_model rows
@@ -101,20 +100,9 @@ def predict(
         candidate("inverse_dim", 1 / head_dim),
         candidate("calibrated", unit_variance_scale(pooled)),
     )
-    std = math.sqrt(projected + bias)
-    return Prediction(
-        d_model=d_model,
-        heads=heads,
-        head_dim=head_dim,
-        length=length,
-        initialisation=str(init),
-        query_std=std,
-        key_std=std,
-        score_std=math.sqrt(pooled),
-        critical_spread=critical_spread(length),
-        candidates=candidates,
-        advice=_advice(candidates, std),
-    )
+    std, critical = math.sqrt(projected + bias), critical_spread(length)
+    shape = (d_model, heads, head_dim, length, str(init))
+    return Prediction(*shape, std, std, math.sqrt(pooled), critical, candidates, _advice(candidates, std))
 
 
 def _head_dim(d_model: int, heads: int) -> int:

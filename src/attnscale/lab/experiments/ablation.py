@@ -1,10 +1,9 @@
 """Training without 1/√d_k, and with other scales: a small transformer with each."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
-from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, Table, product
 from attnscale.lab.outcomes import (
     ALIKE,
     UNDECIDED,
@@ -12,13 +11,12 @@ from attnscale.lab.outcomes import (
     Band,
     Outcomes,
     banded,
-    column,
     diverged_sentence,
     verdict,
     verdicts,
 )
 from attnscale.lab.tasks import TASKS
-from attnscale.lab.training import Schedule, curve_steps, score_summary, seeded_model, trained
+from attnscale.lab.training import Schedule, curve_steps, seeded_run
 
 REFERENCE, WITHOUT = "1/√d_k", "unscaled"
 VARIANTS = {
@@ -29,120 +27,79 @@ VARIANTS = {
     "learned τ": "LearnedTemperature",
     "τ of the query": "QueryTemperature",
 }
-HEAD_DIMS = (8, 32, 128, 256)
+HEAD_DIMS = (256, 128, 32, 8)  # slow ones first, so that no worker is left with one
+NOTICE = "Each variant at its best learning rate."
 
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List every variant at every d_k and rate, on each task."""
     if quick:
-        small = {"d_model": 32, "heads": 1, "steps": 40}
-        whole = _product("easy recall", [8, 256], [0.005], small)
-        return [own for own in whole if own["head_dim"] == 256 or own["variant"] in (REFERENCE, WITHOUT)]
-    full = {"d_model": 64, "heads": 2}
-    return [
-        *_product("characters", HEAD_DIMS, [0.001, 0.003, 0.01, 0.03], full | {"steps": 200}),
-        *_product("recall", HEAD_DIMS, [0.0003, 0.001, 0.003, 0.01], full | {"steps": 300}),
-    ]
+        small = {"rate": 0.005, "d_model": 32, "heads": 1, "steps": 40}
+        narrow = product(task="easy recall", head_dim=8, variant=[REFERENCE, WITHOUT], **small)
+        return [*product(task="easy recall", head_dim=256, variant=VARIANTS, **small), *narrow]
+    rates = {"characters": [0.001, 0.003, 0.01, 0.03], "recall": [0.0003, 0.001, 0.003, 0.01]}
+    steps, size = {"characters": 200, "recall": 300}, {"d_model": 64, "heads": 2}
+    cells: list[Settings] = []
+    for task in rates:
+        cells += product(task=task, head_dim=HEAD_DIMS, variant=VARIANTS, rate=rates[task], steps=steps[task], **size)
+    return cells
 
 
-def _product(
-    task: str, head_dims: Sequence[int], rates: Sequence[float], size: Mapping[str, int]
-) -> list[Settings]:  # fmt: skip
-    return [
-        {"task": task, "variant": variant, "head_dim": head_dim, "rate": rate, **size}
-        for head_dim in sorted(head_dims, reverse=True)  # slow ones first, so that no worker is left with one
-        for variant in VARIANTS for rate in rates
-    ]  # fmt: skip
-
-
-def run(
-    task: str, variant: str, head_dim: int, rate: float, d_model: int, heads: int, steps: int, seed: int,
-    device: str = "cpu",
-) -> Outcome:  # fmt: skip
+def run(task: str, variant: str, rate: float, steps: int, seed: int, device: str = "cpu", **shape: int) -> Outcome:
     """Train one model, and measure its scores before."""
-    of = TASKS[task]
-    shape = {"d_model": d_model, "heads": heads, "head_dim": head_dim}
-    model = seeded_model(of.vocabulary, seed, scale=VARIANTS[variant], **shape).to(device)
-    before = score_summary(model, of)
-    found = trained(model, of, Schedule(steps, rate, seed))
+    schedule = Schedule(steps, rate, seed)
+    _, before, found = seeded_run(TASKS[task], schedule, device, scale=VARIANTS[variant], **shape)
     return {
         "final": found.final, "diverged": found.diverged, "curve": found.curve(steps),
         "entropy_before": before["entropy_ratio"], "gain_before": before["jacobian_trace"],
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A variant at one d_k, at the learning rate that suits it best."""
-
-    task: str
-    variant: str
-    head_dim: int
-    rate: float
-    final: Band
-    difference: Band  # to the reference, paired by seed
-    runs: Outcomes  # at that rate
-
-
 def conclude(outcomes: Outcomes) -> Conclusion:
     """Say what each variant costs or gains against 1/√d_k, each at its best rate."""
-    entries = {task: _entries(outcomes.where(task=task), task) for task in outcomes.values("task")}
+    tasks = {
+        str(task): own.at_best_rates("head_dim", "variant") for (task,), own in outcomes.groups("task").items()
+    }  # fmt: skip
     text = " ".join([
-        f"Loss without a scale, against {REFERENCE}: {'; '.join(map(_headline, entries.values()))}.",
+        f"Loss without a scale, against {REFERENCE}: {'; '.join(_headline(own, task) for task, own in tasks.items())}.",
         f"All variants against {REFERENCE} in nats, each at its best learning rate, by d_k.",
-        *(f"{task.capitalize()}: {_sentence(own)}." for task, own in entries.items()),
+        *(f"{task.capitalize()}: {_sentence(own)}." for task, own in tasks.items()),
         diverged_sentence(outcomes),
     ])  # fmt: skip
-    checks = [check for own in entries.values() for check in _checks(own)]
-    plots = [plot for own in entries.values() for plot in _plots(own)]
-    return Conclusion(text, tuple(checks), tuple(map(_table, entries.values())), tuple(plots))
+    checks = [check for task, own in tasks.items() for check in _checks(own, task)]
+    plots = [plot for task, own in tasks.items() for plot in _plots(own, task)]
+    return Conclusion(text, checks, [_table(own, task) for task, own in tasks.items()], plots)
 
 
-def _entries(own: Outcomes, task: str) -> list[Entry]:
-    head_dims, entries = sorted(own.values("head_dim")), []
-    for head_dim in head_dims:
-        at = own.where(head_dim=head_dim)
-        best = {variant: _best_rate(at.where(variant=variant)) for variant in at.values("variant")}
-        reference: Settings = {"variant": REFERENCE, "rate": best[REFERENCE]}
-        for variant, rate in best.items():
-            runs = at.where(variant=variant, rate=rate)
-            difference = at.difference("final", {"variant": variant, "rate": rate}, reference, points=len(head_dims))
-            entries.append(Entry(task, variant, head_dim, rate, runs.band("final"), difference, runs))
-    return entries
+def _costs(own: Outcomes, variant: str) -> dict[int, Band]:
+    """Return how much more loss a variant has than 1/√d_k at each d_k, paired by seed."""
+    sides, points = ({"variant": variant}, {"variant": REFERENCE}), len(own.values("head_dim"))
+    head_dims = sorted(own.where(variant=variant).values("head_dim"))
+    return {head_dim: own.difference("final", *sides, points=points, head_dim=head_dim) for head_dim in head_dims}
 
 
-def _best_rate(runs: Outcomes) -> float:
-    return float(min(runs.values("rate"), key=lambda rate: runs.band("final", rate=rate).mean))
+def _headline(own: Outcomes, task: str) -> str:
+    costs = _costs(own, WITHOUT)
+    ends = {head_dim: costs[head_dim] for head_dim in (max(costs), min(costs))}
+    return f"{task} " + ", ".join(f"{verdict(cost)} at d_k = {dim} ({cost:+.2g} nats)" for dim, cost in ends.items())
 
 
-def _without(entries: Sequence[Entry]) -> list[Entry]:
-    return [entry for entry in entries if entry.variant == WITHOUT]
+def _sentence(own: Outcomes) -> str:
+    others = [variant for variant in own.values("variant") if variant != REFERENCE]
+    return "; ".join(f"{variant} {verdicts(_costs(own, variant))}" for variant in others)
 
 
-def _headline(entries: Sequence[Entry]) -> str:
-    ends = _without(entries)[-1], _without(entries)[0]
-    return f"{entries[0].task} " + ", ".join(
-        f"{verdict(end.difference)} at d_k = {end.head_dim} ({end.difference:+.2g} nats)" for end in ends
-    )
-
-
-def _sentence(entries: Sequence[Entry]) -> str:
-    variants = dict.fromkeys(entry.variant for entry in entries if entry.variant != REFERENCE)
-    own = {name: {f"{e.head_dim}": e.difference for e in entries if e.variant == name} for name in variants}
-    return "; ".join(f"{name} {verdicts(differences)}" for name, differences in own.items())
-
-
-def _checks(entries: Sequence[Entry]) -> list[Check]:
-    task, without = entries[0].task, _without(entries)
-    smallest, largest = without[0], without[-1]
+def _checks(own: Outcomes, task: str) -> list[Check]:
+    costs = _costs(own, WITHOUT)
+    smallest, largest = min(costs), max(costs)
     return [
-        Check(f"{task}: without a scale the loss is worse at d_k = {largest.head_dim}",
-              _is(WORSE, largest.difference), f"{largest.difference:+.2g} nats"),
-        Check(f"{task}: a scale makes no difference at d_k = {smallest.head_dim}",
-              _is(ALIKE, smallest.difference), f"{smallest.difference:+.2g} nats"),
+        Check(f"{task}: without a scale the loss is worse at d_k = {largest}",
+              _is(WORSE, costs[largest]), f"{costs[largest]:+.2g} nats"),
+        Check(f"{task}: a scale makes no difference at d_k = {smallest}",
+              _is(ALIKE, costs[smallest]), f"{costs[smallest]:+.2g} nats"),
         Check(f"{task}: the cost of no scale grows with d_k",
-              all(fewer.difference.mean < more.difference.mean for fewer, more in pairwise(without)),
-              ", ".join(f"{entry.difference.mean:.2g} at {entry.head_dim}" for entry in without)),
+              all(fewer.mean < more.mean for fewer, more in pairwise(costs.values())),
+              ", ".join(f"{cost.mean:.2g} at {head_dim}" for head_dim, cost in costs.items())),
     ]  # fmt: skip
 
 
@@ -151,33 +108,34 @@ def _is(word: str, difference: Band) -> bool | None:
     return None if found == UNDECIDED else found == word
 
 
-def _table(entries: Sequence[Entry]) -> Table:
+def _table(own: Outcomes, task: str) -> Table:
     columns = ("d_k", "scale", "best rate", "final loss", "±", f"more than {REFERENCE}", "±", "verdict", "diverged",
                "entropy at the start", "1 − Σp² at the start")  # fmt: skip
     rows = []
-    for entry in entries:
-        numbers = column([entry.final.mean, entry.final.margin, entry.difference.mean, entry.difference.margin])
-        starts = (entry.runs.band(name).mean for name in ("entropy_before", "gain_before"))
-        word = "" if entry.variant == REFERENCE else verdict(entry.difference)
-        rows.append((entry.head_dim, entry.variant, entry.rate, *numbers, word, entry.runs.count("diverged"), *starts))
-    return Table(f"Final loss, {entries[0].task}", columns, tuple(rows))
+    for head_dim in sorted(own.values("head_dim")):
+        for (variant,), runs in own.where(head_dim=head_dim).groups("variant").items():
+            final, cost = runs.band("final"), _costs(own, str(variant))[head_dim]
+            starts = (runs.band(name).mean for name in ("entropy_before", "gain_before"))
+            word = "" if variant == REFERENCE else verdict(cost)
+            rate = runs.values("rate")[0]
+            numbers = (*final.columns, *cost.columns, word, runs.count("diverged"), *starts)
+            rows.append((head_dim, variant, rate, *numbers))
+    return Table(f"Final loss, {task}", columns, tuple(rows))
 
 
-def _plots(entries: Sequence[Entry]) -> list[Plot]:
-    task, head_dims = entries[0].task, dict.fromkeys(entry.head_dim for entry in entries)
-    best = []
-    for variant in dict.fromkeys(entry.variant for entry in entries):
-        of = [entry for entry in entries if entry.variant == variant]
-        best.append(banded(variant, [entry.head_dim for entry in of], [entry.final for entry in of]))
-    plots = [Plot(f"Final loss against d_k, {task}", "d_k", "held-out loss, nats", tuple(best),
-                  "Each variant at its best learning rate.", log_x=True)]  # fmt: skip
+def _plots(own: Outcomes, task: str) -> list[Plot]:
+    head_dims, best = sorted(own.values("head_dim")), []
+    for (variant,), runs in own.groups("variant").items():
+        along = sorted(runs.values("head_dim"))
+        best.append(banded(str(variant), along, [runs.band("final", head_dim=head_dim) for head_dim in along]))
+    plots = [Plot(f"Final loss against d_k, {task}", "d_k", "held-out loss, nats", tuple(best), NOTICE, log_x=True)]
     for head_dim in head_dims:
-        curves = tuple(
-            entry.runs.series(entry.variant, curve_steps(entry.runs.values("steps")[0]), "curve")
-            for entry in entries if entry.head_dim == head_dim
-        )  # fmt: skip
-        plots.append(Plot(f"Learning curves at d_k = {head_dim}, {task}", "step", "training loss, nats", curves,
-                          "Each variant at its best learning rate."))  # fmt: skip
+        at = own.where(head_dim=head_dim)
+        steps = curve_steps(at.values("steps")[0])
+        curves = tuple(runs.series(str(variant), steps, "curve") for (variant,), runs in at.groups("variant").items())
+        plots.append(
+            Plot(f"Learning curves at d_k = {head_dim}, {task}", "step", "training loss, nats", curves, NOTICE)
+        )
     return plots
 
 

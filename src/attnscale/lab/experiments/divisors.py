@@ -1,12 +1,14 @@
 """No divisor, √d_k or d_k: variance, entropy, output and gradients as d_k grows."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
-from attnscale.lab.outcomes import Outcomes, band, percent, tally
+from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table, product
+from attnscale.lab.outcomes import Band, Outcomes, band, percent, tally
 from attnscale.lab.training import gradient_shares
 from attnscale.measure import score_stats
 from attnscale.operator import attention
@@ -26,15 +28,10 @@ KINDS = ((24, 64), (64, 64), (64, 1024), (256, 256), (512, 64))  # d_k and keys 
 def grid(quick: bool) -> Sequence[Settings]:
     """List every divisor at every d_k, and the shapes whose gradients are compared."""
     head_dims = [4, 16, 64, 256] if quick else [4, 16, 64, 256, 1024, 4096]
-    along: list[Settings] = [
-        {"part": ALONG, "divisor": divisor, "head_dim": head_dim, "keys": KEYS}
-        for divisor in RULES for head_dim in head_dims
-    ]  # fmt: skip
-    shapes: list[Settings] = [
-        {"part": SHAPES, "divisor": divisor, "head_dim": head_dim, "keys": keys}
-        for head_dim, keys in KINDS for divisor in ("none", "√d_k")
-    ]  # fmt: skip
-    return along + shapes
+    cells = product(part=ALONG, divisor=RULES, head_dim=head_dims, keys=KEYS)
+    for head_dim, keys in KINDS:
+        cells += product(part=SHAPES, divisor=["none", "√d_k"], head_dim=head_dim, keys=keys)
+    return cells
 
 
 def run(part: str, divisor: str, head_dim: int, keys: int, seed: int) -> Outcome:
@@ -62,41 +59,40 @@ def run(part: str, divisor: str, head_dim: int, keys: int, seed: int) -> Outcome
     }
 
 
-def expectation(measure: str, divisor: str, head_dims: Sequence[int]) -> dict[int, float]:
-    """Return what theory says of a measure at every d_k."""
-    return {head_dim: _expected(head_dim ** POWERS[divisor], head_dim)[measure] for head_dim in head_dims}
-
-
-def _expected(scale: float, head_dim: int) -> dict[str, float]:
+def expected(measure: str, divisor: str, head_dim: int) -> float:
+    """Return what theory says of a measure."""
+    scale = head_dim ** POWERS[divisor]
     row = expected_row(scale * math.sqrt(head_dim), KEYS, head_dim)
-    return {
+    measures: dict[str, float] = {
         "variance": scale**2 * head_dim,
         "entropy_ratio": row.entropy / math.log(KEYS),
         "jacobian_trace": row.jacobian_trace,
         "passed": row.jacobian_norm2,
     }
+    return measures[measure]
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
     """Compare each divisor with theory, and say what is lost without one and with d_k."""
     along, shapes = (outcomes.where(part=part) for part in (ALONG, SHAPES))
-    head_dims, curves = along.values("head_dim"), len(RULES) * len(TITLES)
+    largest, curves = along.values("head_dim")[-1], len(RULES) * len(TITLES)
+    gradients = [without_scale(shapes.where(head_dim=head_dim, keys=keys)) for head_dim, keys in KINDS]
     checks = [
-        along.check(f"{NAMES[divisor]}, {title} matches theory", measure,
-                    expectation(measure, divisor, head_dims), "head_dim", curves, divisor=divisor)
+        along.check(f"{NAMES[divisor]}, {title} matches theory", measure, partial(expected, measure, divisor),
+                    "head_dim", curves, divisor=divisor)
         for divisor in RULES for measure, title in TITLES.items()
     ]  # fmt: skip
     text = " ".join([
-        f"At d_k = {head_dims[-1]} over {KEYS} keys: "
-        + "; ".join(_state(along.where(divisor=divisor, head_dim=head_dims[-1]), divisor) for divisor in RULES) + ".",
-        _on_gradients(shapes), tally(checks),
+        f"At d_k = {largest} over {KEYS} keys: "
+        + "; ".join(_state(along.where(divisor=divisor, head_dim=largest), divisor) for divisor in RULES) + ".",
+        _on_gradients(gradients), tally(checks),
     ])  # fmt: skip
     table = along.table(
         f"Three divisors, {KEYS} keys", {"divisor": "divisor", "head_dim": "d_k"},
         {"variance": "variance", "entropy_ratio": "entropy (share of max)", "jacobian_trace": "1 − Σp²",
          "follows": "output variance due to query", "query_gradient": "gradient on q", "median_query": "median query"},
     )  # fmt: skip
-    return Conclusion(text, tuple(checks), (_gradient_table(shapes), table), _plots(along))
+    return Conclusion(text, checks, [_gradient_table(gradients), table], _plots(along))
 
 
 def _state(own: Outcomes, divisor: str) -> str:
@@ -105,52 +101,50 @@ def _state(own: Outcomes, divisor: str) -> str:
            "variance is due to the query"  # fmt: skip
 
 
-def without_over_with(cells: Mapping[str, Sequence[Outcome]]) -> dict[str, list[float]]:
-    """Return, seed by seed, gradients without a divisor over those with √d_k, and both shares of the lower half."""
-    pairs = list(zip(cells["none"], cells["√d_k"], strict=True))
-    return {
-        "median_row": [raw["median_row"] / scaled["median_row"] for raw, scaled in pairs],
-        "median_query": [raw["median_query"] / scaled["median_query"] for raw, scaled in pairs],
-        "lower_half": [raw["lower_half"] for raw, _ in pairs],
-        "lower_half_scaled": [scaled["lower_half"] for _, scaled in pairs],
-    }
+@dataclass(frozen=True)
+class WithoutScale:
+    """Gradients without a divisor over those with √d_k, and the share of the lower half of the queries."""
+
+    on_scores: Band  # median row
+    on_query: Band  # median query
+    lower_half: Band
+    lower_half_scaled: Band
 
 
-def _compared(shapes: Outcomes, head_dim: int, keys: int) -> dict[str, list[float]]:
-    at = shapes.where(head_dim=head_dim, keys=keys)
-    return without_over_with({each: [found for _, found in at.where(divisor=each)] for each in ("none", "√d_k")})
+def without_scale(at: Outcomes) -> WithoutScale:
+    """Compare the gradients of one shape without a divisor and with √d_k, seed by seed."""
+    raw, scaled = (at.where(divisor=divisor) for divisor in ("none", "√d_k"))
+
+    def times(measure: str) -> Band:
+        return band(one / other for one, other in zip(raw.samples(measure), scaled.samples(measure), strict=True))
+
+    return WithoutScale(times("median_row"), times("median_query"), raw.band("lower_half"), scaled.band("lower_half"))
 
 
-def _on_gradients(shapes: Outcomes) -> str:
-    medians = {shape: band(_compared(shapes, *shape)["median_query"]).mean for shape in KINDS}
-    larger = [shape for shape, times in medians.items() if times > 1]
-    halves = [band(_compared(shapes, *shape)["lower_half"]).mean for shape in KINDS]
+def _on_gradients(found: Sequence[WithoutScale]) -> str:
+    larger = sum(each.on_query.mean > 1 for each in found)
+    most = max(each.lower_half.mean for each in found)
     return (
-        f"Without a divisor the gradient on the median query is larger for {len(larger)} of {len(KINDS)} shapes, and "
-        f"the half of the queries that receives least has at most {percent(max(halves))} of it."
+        f"Without a divisor the gradient on the median query is larger for {larger} of {len(KINDS)} shapes, and "
+        f"the half of the queries that receives least has at most {percent(most)} of it."
     )
 
 
-def _gradient_table(shapes: Outcomes) -> Table:
+def _gradient_table(found: Sequence[WithoutScale]) -> Table:
     rows = []
-    for shape in KINDS:
-        row, query, half, scaled = map(band, _compared(shapes, *shape).values())
-        numbers = (row.mean, row.margin, query.mean, query.margin, percent(half.mean), percent(scaled.mean))
-        rows.append((*shape, *numbers))
+    for shape, each in zip(KINDS, found, strict=True):
+        shares = percent(each.lower_half.mean), percent(each.lower_half_scaled.mean)
+        rows.append((*shape, *each.on_scores.columns, *each.on_query.columns, *shares))
     columns = ("d_k", "keys", "median row's scores", "±", "median query", "±", "lower half's share", "with √d_k")
     return Table("Gradient without a divisor, in multiples of that with √d_k", columns, tuple(rows))
 
 
-def _plots(along: Outcomes) -> tuple[Plot, ...]:
-    head_dims = along.values("head_dim")
-
+def _plots(along: Outcomes) -> list[Plot]:
     def curves(measure: str) -> tuple[Curve, ...]:
-        def theory(divisor: str, head_dim: int) -> float:
-            return expectation(measure, divisor, head_dims)[head_dim]
+        theory = partial(expected, measure) if measure in TITLES else None
+        return along.curves("head_dim", measure, "divisor", theory=theory)
 
-        return along.curves("head_dim", measure, "divisor", theory=theory if measure in TITLES else None)
-
-    return (
+    return [
         Plot("Variance of the scores", "d_k", "variance", curves("variance"),
              "Level: softmax behaves the same at every d_k.", log_x=True, log_y=True),
         Plot("Entropy", "d_k", "entropy / ln n", curves("entropy_ratio"),
@@ -159,7 +153,7 @@ def _plots(along: Outcomes) -> tuple[Plot, ...]:
              "Near 0 every query gets the same average.", log_x=True, log_y=True),
         Plot("Gradient on the median query", "d_k", "median", curves("median_query"),
              "Without a divisor it grows with d_k at first, and falls when d_k is very large.", log_x=True, log_y=True),
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 EXPERIMENT = Experiment("divisors", "No divisor, √d_k or d_k: what does each do, and why not d_k?", grid, run,

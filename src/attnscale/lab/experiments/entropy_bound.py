@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, product
 from attnscale.lab.outcomes import Outcomes, column, expected_curve, tally
 from attnscale.lab.tasks import TASKS
-from attnscale.lab.training import SCALES, Schedule, seeded_model, trained
+from attnscale.lab.training import NAMES, SCALES, Schedule, seeded_run
 from attnscale.reference import Array, row_statistics
 from attnscale.rules import get_rule
 from attnscale.theory import entropy_floor, expected_softmax
@@ -18,38 +19,36 @@ from attnscale.watching import watch
 EXTREME, DRAWN, MODEL = "one key apart", "Gaussian rows", "model"
 KEYS, ROWS, EXAMPLES = 32, 1024, 64
 SLACK = 1e-6  # nats, for rounding
-NAMES = {"none": "without a scale", "1/√d_k": "with 1/√d_k", "1/d_k": "with 1/d_k"}
 
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List rows of every spread with one key apart from the others, Gaussian rows, and models under each scale."""
-    spreads = [0.25, 1.0, 4.0] if quick else [0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0]
-    task, steps, rates, size = (
-        ("easy recall", 40, [0.01], {"d_model": 32, "heads": 1, "head_dim": 64}) if quick
-        else ("recall", 300, [0.001, 0.01], {"d_model": 64, "heads": 2, "head_dim": 64})
-    )  # fmt: skip
-    rows: list[Settings] = [{"part": part, "spread": spread} for part in (EXTREME, DRAWN) for spread in spreads]
-    models: list[Settings] = [
-        {"part": MODEL, "scale": scale, "rate": rate, "task": task, "steps": steps, **size}
-        for scale in SCALES for rate in rates
-    ]  # fmt: skip
-    return rows + models
+    if quick:
+        spreads = [0.25, 1.0, 4.0]
+        models = product(scale=SCALES, rate=0.01, task="easy recall", steps=40, d_model=32, heads=1)
+    else:
+        spreads = [0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0]
+        models = product(scale=SCALES, rate=[0.001, 0.01], task="recall", steps=300, d_model=64, heads=2)
+    rows = product(part=[EXTREME, DRAWN], spread=spreads)
+    return rows + [{"part": MODEL, "head_dim": 64, **model} for model in models]
 
 
-def run(
-    part: str, seed: int, spread: float = 0.0, scale: str = "none", rate: float = 0.0, task: str = "recall",
-    steps: int = 1, d_model: int = 64, heads: int = 2, head_dim: int = 64, device: str = "cpu",
-) -> Outcome:  # fmt: skip
+def run(part: str, seed: int, device: str = "cpu", **settings: Any) -> Outcome:
     """Measure spread and entropy of rows, and how far each row is above its bound."""
-    if part != MODEL:
-        scores = torch.randn(ROWS, KEYS, dtype=torch.float64)
-        if part == EXTREME:
-            scores = torch.nn.functional.one_hot(torch.randint(KEYS, (ROWS,)), KEYS).double()
-        scores = scores - scores.mean(-1, keepdim=True)
-        return measured((spread * scores / scores.std(-1, correction=0, keepdim=True)).numpy())
-    of, shape = TASKS[task], {"d_model": d_model, "heads": heads, "head_dim": head_dim}
-    model = seeded_model(of.vocabulary, seed, scale=SCALES[scale], **shape).to(device)
-    found = trained(model, of, Schedule(steps, rate, seed))
+    return _trained_rows(seed, device, **settings) if part == MODEL else _drawn_rows(part, **settings)
+
+
+def _drawn_rows(part: str, spread: float) -> Outcome:
+    scores = torch.randn(ROWS, KEYS, dtype=torch.float64)
+    if part == EXTREME:
+        scores = torch.nn.functional.one_hot(torch.randint(KEYS, (ROWS,)), KEYS).double()
+    scores = scores - scores.mean(-1, keepdim=True)
+    return measured((spread * scores / scores.std(-1, correction=0, keepdim=True)).numpy())
+
+
+def _trained_rows(seed: int, device: str, scale: str, rate: float, task: str, steps: int, **shape: int) -> Outcome:
+    of, schedule = TASKS[task], Schedule(steps, rate, seed)
+    model, _, found = seeded_run(of, schedule, device, scale=SCALES[scale], **shape)
     with torch.no_grad(), watch(model, keep=True) as seen:
         of.held_out(EXAMPLES).loss(model)
     rows = []
@@ -79,56 +78,46 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     extreme, drawn, models = (outcomes.where(part=part) for part in (EXTREME, DRAWN, MODEL))
     rows, least = sum(found["rows"] for _, found in outcomes), min(found["least"] for _, found in outcomes)
     tight = max(abs(found["above"]) for _, found in extreme)
-    spreads = drawn.values("spread")
     checks = [
         Check("no row has less entropy than its spread allows", least > -SLACK,
               f"{rows:,} rows, of which the nearest is {least:.2g} nats above its bound"),
         Check("a row with one key apart from the others reaches the bound", tight < SLACK,
               f"largest difference {tight:.1g} nats"),
     ]  # fmt: skip
-    at = drawn.where(spread=1.0)
     text = " ".join([
         f"A row of spread 1 over {KEYS} keys has at least {least_entropy(1.0, KEYS):.2f} nats of entropy; Gaussian "
-        f"scores of this spread leave {at.band('entropy')}.",
+        f"scores of this spread leave {drawn.band('entropy', spread=1.0)}.",
         *(_sentence(models.where(scale=scale), scale) for scale in models.values("scale")), tally(checks),
     ])  # fmt: skip
-    return Conclusion(text, tuple(checks), _tables(drawn, models), _plots(extreme, drawn, models, spreads))
+    tables = [
+        drawn.table(f"Entropy over {KEYS} keys, nats", {"spread": "spread"},
+                    {"floor": "bound", "entropy": "Gaussian rows ±"}),
+        models.table("Trained models, last row of each sequence", {"scale": "scale", "rate": "rate"},
+                     {"keys": "keys", "spread": "spread ±", "entropy": "entropy, nats ±", "floor": "bound",
+                      "final": "final loss ±"}),
+    ]  # fmt: skip
+    return Conclusion(text, checks, tables, [_plot(extreme, drawn, models)])
 
 
 def _sentence(own: Outcomes, scale: str) -> str:
     rate = own.values("rate")[-1]
     spread, entropy, floor = (own.band(name, rate=rate) for name in ("spread", "entropy", "floor"))
-    return (
-        f"Trained {NAMES[scale]} at a rate of {rate:g}: spread {spread:.2g}, entropy {entropy:.2g}, bound {floor:.2g}."
-    )
+    measured = f"spread {spread:.2g}, entropy {entropy:.2g}, bound {floor:.2g}"
+    return f"Trained {NAMES[scale]} at a rate of {rate:g}: {measured}."
 
 
-def _tables(drawn: Outcomes, models: Outcomes) -> tuple[Table, ...]:
-    return (
-        drawn.table(f"Entropy over {KEYS} keys, nats", {"spread": "spread"},
-                    {"floor": "bound", "entropy": "Gaussian rows ±"}),
-        models.table(
-            "Trained models, last row of each sequence", {"scale": "scale", "rate": "rate"},
-            {"keys": "keys", "spread": "spread ±", "entropy": "entropy, nats ±", "floor": "bound",
-             "final": "final loss ±"},
-        ),
-    )  # fmt: skip
-
-
-def _plots(extreme: Outcomes, drawn: Outcomes, models: Outcomes, spreads: Sequence[float]) -> tuple[Plot, ...]:
-    points = [
-        Curve(f"trained {NAMES[scale]}", column([found["spread"] for _, found in models.where(scale=scale)]),  # type: ignore[arg-type]
-              column([found["entropy"] for _, found in models.where(scale=scale)]))
-        for scale in models.values("scale")
-    ]  # fmt: skip
-    return (
-        Plot("Entropy against spread", "spread", "entropy, nats",
-             (drawn.curve("Gaussian rows", "spread", "entropy"),
-              expected_curve("Gaussian rows", spreads, [expected_softmax(spread, KEYS).entropy for spread in spreads]),
-              extreme.curve("one key apart", "spread", "entropy"),
-              expected_curve("one key apart", spreads, [least_entropy(spread, KEYS) for spread in spreads]), *points),
-             f"No row of {KEYS} keys can be below the lowest curve; models see a few keys more.", log_x=True),
-    )  # fmt: skip
+def _plot(extreme: Outcomes, drawn: Outcomes, models: Outcomes) -> Plot:
+    spreads, curves = drawn.values("spread"), []
+    for name, own, theory in (
+        ("Gaussian rows", drawn, [expected_softmax(spread, KEYS).entropy for spread in spreads]),
+        ("one key apart", extreme, [least_entropy(spread, KEYS) for spread in spreads]),
+    ):
+        curves += [own.curve(name, "spread", "entropy"), expected_curve(name, spreads, theory)]
+    for scale in models.values("scale"):
+        x, y = (tuple(models.samples(name, scale=scale)) for name in ("spread", "entropy"))
+        curves.append(Curve(f"trained {NAMES[scale]}", x, column(y)))
+    notice = f"No row of {KEYS} keys can be below the lowest curve; models see a few keys more."
+    return Plot("Entropy against spread", "spread", "entropy, nats", tuple(curves), notice, log_x=True)
 
 
 EXPERIMENT = Experiment(

@@ -7,13 +7,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Heatmap, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import (
+    Check,
+    Conclusion,
+    Curve,
+    Experiment,
+    Heatmap,
+    Outcome,
+    Plot,
+    Settings,
+    Table,
+    product,
+)
 from attnscale.lab.outcomes import Outcomes, column, percent, tally
 from attnscale.lab.tasks import Characters
-from attnscale.lab.training import SCALES, SHARES, attentions_of, query_shares
+from attnscale.lab.training import NAMES, SCALES, SHARES, attentions_of, query_shares
 from attnscale.models import CausalTransformer
 from attnscale.operator import attention_weights
-from attnscale.reference import softmax, softmax_jacobian
+from attnscale.reference import Array, softmax, softmax_jacobian
 from attnscale.watching import watch
 
 NAMED, MODEL = "named rows", "model"
@@ -30,17 +41,12 @@ ROWS_BY_NAME = {
 PRINTED = [0.21, 0.21, 0.16, 0.16]  # by the textbook, for the last of them
 D_MODEL, HEADS, BATCH, LENGTH = 64, 2, 8, 64
 BASE = "1/√d_k"
-NAMES = {"none": "without a scale", BASE: f"with {BASE}", "1/d_k": "with 1/d_k"}
 
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List the named rows, and models of every depth, d_k and scale."""
     depths, head_dims = ([4], [8, 128]) if quick else ([2, 4, 8], [8, 32, 128, 256])
-    models: list[Settings] = [
-        {"part": MODEL, "layers": layers, "head_dim": head_dim, "scale": scale}
-        for layers in depths for head_dim in head_dims for scale in SCALES
-    ]  # fmt: skip
-    return [{"part": NAMED}, *models]
+    return [{"part": NAMED}, *product(part=MODEL, layers=depths, head_dim=head_dims, scale=SCALES)]
 
 
 def run(part: str, seed: int, layers: int = 1, head_dim: int = 2, scale: str = BASE) -> Outcome:
@@ -79,8 +85,8 @@ def _model(layers: int, head_dim: int, scale: str) -> Outcome:
 def conclude(outcomes: Outcomes) -> Conclusion:
     """Say what passes softmax, and how much gradient arrives without a scale and how evenly."""
     named, models = (outcomes.where(part=part) for part in (NAMED, MODEL))
-    jacobians = named.cells[0][1]
-    traces = {name: float(np.trace(jacobians[name])) for name in ROWS_BY_NAME}
+    jacobians = {name: np.array(found) for name, found in named.cells[0][1].items()}
+    traces = {name: float(np.trace(jacobian)) for name, jacobian in jacobians.items()}
     deep = models.where(layers=models.values("layers")[-1])
     checks = _checks(jacobians)
     text = " ".join([
@@ -89,19 +95,28 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         f"are, and {traces[ONE_HOT]:.2g} for a one-hot row.",
         _on_queries(deep), tally(checks),
     ])  # fmt: skip
-    return Conclusion(text, checks, _tables(traces, jacobians, models), _plots(jacobians, deep))
+    rows = tuple((name, traces[name], float(np.linalg.norm(jacobians[name]))) for name in ROWS_BY_NAME)
+    tables = [
+        Table("Softmax Jacobians", ("row", "trace 1 − Σp²", "Frobenius norm"), rows),
+        models.table(
+            "Gradient norms before training", {"layers": "layers", "head_dim": "d_k", "scale": "scale"},
+            {"first_query": "first W_q", "backwards": "first / last W_q",
+             "jacobian_trace": "1 − Σp²", "on_queries": "on first queries", "lower_half": "share of lower half"},
+        ),
+    ]  # fmt: skip
+    return Conclusion(text, checks, tables, [*_maps(jacobians), *_plots(deep)])
 
 
-def _checks(jacobians: Outcome) -> tuple[Check, ...]:
+def _checks(jacobians: dict[str, Array]) -> list[Check]:
     closed = {name: softmax_jacobian(softmax(scores)) for name, scores in ROWS_BY_NAME.items()}
-    off = max(float(abs(np.array(jacobians[name]) - closed[name]).max()) for name in closed)
+    off = max(float(abs(jacobians[name] - closed[name]).max()) for name in closed)
     diagonal = np.diagonal(jacobians[WEIGHED])
-    return (
+    return [
         Check("attention's Jacobian by automatic differentiation is diag(p) − ppᵀ", off < 1e-9,
               f"{len(closed)} rows, largest difference {off:.1g}"),
         Check("weights 0.3, 0.3, 0.2, 0.2 have the derivatives 0.21, 0.21, 0.16, 0.16, as a textbook prints",
               bool(np.allclose(diagonal, PRINTED, atol=0.005)), ", ".join(f"{own:.3f}" for own in diagonal)),
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 def _on_queries(deep: Outcomes) -> str:
@@ -120,43 +135,34 @@ def _on_queries(deep: Outcomes) -> str:
     )
 
 
-def _tables(traces: dict[str, float], jacobians: Outcome, models: Outcomes) -> tuple[Table, ...]:
-    rows = tuple((name, trace, float(np.linalg.norm(jacobians[name]))) for name, trace in traces.items())
-    return (
-        Table("Softmax Jacobians", ("row", "trace 1 − Σp²", "Frobenius norm"), rows),
-        models.table(
-            "Gradient norms before training", {"layers": "layers", "head_dim": "d_k", "scale": "scale"},
-            {"first_query": "first W_q", "backwards": "first / last W_q",
-             "jacobian_trace": "1 − Σp²", "on_queries": "on first queries", "lower_half": "share of lower half"},
-        ),
-    )  # fmt: skip
+def _maps(jacobians: dict[str, Array]) -> list[Heatmap]:
+    keys, maps = tuple(range(1, 6)), []
+    for name in ROWS_BY_NAME:
+        if name != WEIGHED:  # which has four keys
+            notice = f"Trace {np.trace(jacobians[name]):.2g}: how far the weights move with a score."
+            values = tuple(map(column, jacobians[name]))
+            maps.append(
+                Heatmap(f"Jacobian: {name}", "score of key", "weight of key", keys, keys, values, notice, -0.25, 0.25)
+            )
+    return maps
 
 
-def _plots(jacobians: Outcome, deep: Outcomes) -> tuple[Plot | Heatmap, ...]:
+def _plots(deep: Outcomes) -> list[Plot]:
     depth, largest = deep.values("layers")[-1], deep.values("head_dim")[-1]
-    maps = [
-        Heatmap(f"Jacobian: {name}", "score of key", "weight of key", tuple(range(1, 6)), tuple(range(1, 6)),
-                tuple(column(row) for row in jacobians[name]),
-                f"Trace {np.trace(jacobians[name]):.2g}: how far the weights move with a score.", -0.25, 0.25)
-        for name in ROWS_BY_NAME if len(jacobians[name]) == 5
-    ]  # fmt: skip
-
-    def against_dim(measure: str) -> tuple[Curve, ...]:
-        return deep.curves("head_dim", measure, "scale", names=NAMES)
-
+    first, halves = (
+        deep.curves("head_dim", measure, "scale", names=NAMES) for measure in ("first_query", "lower_half")
+    )
     shares = [deep.series(NAMES[scale], SHARES, "shares", scale=scale, head_dim=largest) for scale in SCALES]
-    return (
-        *maps,
-        Plot(f"Gradient on the first W_q, {depth} layers", "d_k", "norm", against_dim("first_query"),
+    return [
+        Plot(f"Gradient on the first W_q, {depth} layers", "d_k", "norm", first,
              "Level: d_k does not matter.", log_x=True, log_y=True),
         Plot(f"Share of the gradient for the lower half of the first layer's queries, {depth} layers", "d_k", "share",
-             against_dim("lower_half"), "0.5: every query receives the same. Near 0: half receive almost nothing.",
-             log_x=True),
+             halves, "0.5: every query receives the same. Near 0: half receive almost nothing.", log_x=True),
         Plot(f"Shares of the gradient, d_k = {largest}, {depth} layers",
              "share of queries, smallest gradient first", "share of the gradient",
              (*shares, Curve("all the same", SHARES, SHARES, is_theory=True)),
              "Straight: every query receives the same. Flat, then steep: a few queries receive nearly all."),
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 EXPERIMENT = Experiment("gradients", "How much gradient passes softmax, and how much reaches queries and W_q?",

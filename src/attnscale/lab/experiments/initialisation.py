@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
-from attnscale.lab.outcomes import Outcomes, column, expected_curve, ranging, tally
+from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, Table, product
+from attnscale.lab.outcomes import Band, Outcomes, banded, expected_curve, ranging, tally
 from attnscale.measure import score_stats
 from attnscale.rules import get_rule
 from attnscale.theory import Prediction, predict, unit_variance_scale
@@ -27,7 +27,7 @@ class Scheme:
     packed: bool = False
     biased: bool = False
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, heads: int = HEADS) -> tuple[Tensor, Tensor]:
         """Return queries and keys, (heads, length, head_dim) each."""
         width = x.shape[-1]
         if self.packed:
@@ -40,7 +40,7 @@ class Scheme:
                 self.draw(weight)
         biases = [torch.empty(width).uniform_(-(width**-0.5), width**-0.5) * self.biased for _ in weights]
         query, key = (
-            (x @ weight.T + bias).unflatten(-1, (HEADS, -1)).transpose(0, 1)
+            (x @ weight.T + bias).unflatten(-1, (heads, -1)).transpose(0, 1)
             for weight, bias in zip(weights, biases, strict=True)
         )
         return query, key
@@ -52,7 +52,11 @@ class Scheme:
     def predicted_variance(self, d_model: int) -> float:
         """Return the variance of the scores under the scheme's own rule."""
         some = torch.zeros(1, d_model // HEADS)
-        return (get_rule(self.rule)(some, some)[2] * self.predicted(d_model).score_std) ** 2
+        return get_rule(self.rule)(some, some)[2] ** 2 * self.unscaled_variance(d_model)
+
+    def unscaled_variance(self, d_model: int) -> float:
+        """Return the variance of q·k."""
+        return self.predicted(d_model).score_std ** 2
 
 
 SCHEMES = {
@@ -68,8 +72,7 @@ SCHEMES = {
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List every scheme at every width; d_k is a quarter of it."""
-    widths = [64, 256] if quick else [64, 128, 256, 512, 768, 1024]
-    return [{"scheme": scheme, "d_model": d_model} for scheme in SCHEMES for d_model in widths]
+    return product(scheme=SCHEMES, d_model=[64, 256] if quick else [64, 128, 256, 512, 768, 1024])
 
 
 def run(scheme: str, d_model: int, seed: int) -> Outcome:
@@ -90,16 +93,14 @@ def run(scheme: str, d_model: int, seed: int) -> Outcome:
 def conclude(outcomes: Outcomes) -> Conclusion:
     """Compare every scheme with its prediction, and say for which of them 1/√d_k is right."""
     widths, schemes = outcomes.values("d_model"), outcomes.values("scheme")
-    checks = []
+    checks, curves = [], 2 * len(schemes)
     for name in schemes:
         scheme, own = SCHEMES[name], outcomes.where(scheme=name)
-        scaled = {width: scheme.predicted_variance(width) for width in widths}
-        plain = {width: scheme.predicted(width).score_std ** 2 for width in widths}
         checks += [
-            own.check(f"{name}: the variance of the scores matches theory", "variance", scaled, "d_model",
-                      2 * len(schemes)),
-            own.check(f"{name}: the calibrated scale matches theory", "uncalibrated", plain, "d_model",
-                      2 * len(schemes)),
+            own.check(f"{name}: the variance of the scores matches theory", "variance", scheme.predicted_variance,
+                      "d_model", curves),
+            own.check(f"{name}: the calibrated scale matches theory", "uncalibrated",
+                      scheme.unscaled_variance, "d_model", curves),
         ]  # fmt: skip
     checks.append(_unit(outcomes))
     spreads = {name: [_spread(outcomes, name, width)[0] for width in widths] for name in schemes}
@@ -111,7 +112,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         + (f", and not for {'; '.join(f'{name} ({ranging(spreads[name])})' for name in others)}" if others else "")
         + f". {tally(checks)}"
     )
-    return Conclusion(text, tuple(checks), (_table(outcomes),), _plots(outcomes))
+    return Conclusion(text, checks, [_table(outcomes)], [_plot(outcomes)])
 
 
 def _spread(outcomes: Outcomes, scheme: str, d_model: int) -> tuple[float, float]:
@@ -138,21 +139,14 @@ def _table(outcomes: Outcomes) -> Table:
     return Table(f"Spread of the scores at initialisation, d_k = d_model/{HEADS}", columns, tuple(rows))
 
 
-def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
-    widths, schemes = outcomes.values("d_model"), outcomes.values("scheme")
-    curves: list[Curve] = []
-    for name in schemes:
+def _plot(outcomes: Outcomes) -> Plot:
+    widths, curves = outcomes.values("d_model"), []
+    for name in outcomes.values("scheme"):
+        found = [Band(*_spread(outcomes, name, width), 0) for width in widths]
         theory = [math.sqrt(SCHEMES[name].predicted_variance(width)) for width in widths]
-        means, margins = zip(*(_spread(outcomes, name, width) for width in widths), strict=True)
-        low, high = (
-            column([mean + sign * margin for mean, margin in zip(means, margins, strict=True)]) for sign in (-1, 1)
-        )
-        measured = Curve(name, tuple(map(float, widths)), column(means), low, high)
-        curves += [measured, expected_curve(name, widths, theory)]
-    return (
-        Plot("Spread at initialisation", "d_model", "spread of the scores", tuple(curves),
-             "1/√d_k is right for the schemes on the line at one.", log_x=True, log_y=True),
-    )  # fmt: skip
+        curves += [banded(name, widths, found), expected_curve(name, widths, theory)]
+    return Plot("Spread at initialisation", "d_model", "spread of the scores", tuple(curves),
+                "1/√d_k is right for the schemes on the line at one.", log_x=True, log_y=True)  # fmt: skip
 
 
 EXPERIMENT = Experiment("initialisation", "How far do scores spread at initialisation, and which scale makes it one?",

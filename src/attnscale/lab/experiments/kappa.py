@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings
+from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, product
 from attnscale.lab.outcomes import NEGLIGIBLE, Band, Outcomes, diverged_sentence, tally
 from attnscale.lab.tasks import TASKS
-from attnscale.lab.training import Schedule, score_summary, seeded_model, trained
+from attnscale.lab.training import Schedule, seeded_run
 from attnscale.rules.rule import Rule, Scaled, Visible
 
 KAPPAS = (0.01, 0.1, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 100.0, 1000.0, 10_000.0)
@@ -20,11 +20,8 @@ def grid(quick: bool) -> Sequence[Settings]:
     """List every κ at every d_k."""
     if quick:
         size = {"d_model": 32, "heads": 1, "head_dim": 64}
-        return [{"task": "easy recall", "kappa": kappa, "steps": 80, "rate": 0.005, **size} for kappa in FEW_KAPPAS]
-    return [
-        {"task": "recall", "kappa": kappa, "steps": 300, "rate": 0.003, "d_model": 64, "heads": 2, "head_dim": head_dim}
-        for head_dim in (64, 16) for kappa in KAPPAS
-    ]  # fmt: skip
+        return product(task="easy recall", kappa=FEW_KAPPAS, steps=80, rate=0.005, **size)
+    return product(task="recall", head_dim=[64, 16], kappa=KAPPAS, steps=300, rate=0.003, d_model=64, heads=2)
 
 
 def normalised(kappa: float) -> Rule:
@@ -37,37 +34,21 @@ def normalised(kappa: float) -> Rule:
     return rule
 
 
-def run(
-    task: str, kappa: float, steps: int, rate: float, d_model: int, heads: int, head_dim: int, seed: int,
-    device: str = "cpu",
-) -> Outcome:  # fmt: skip
+def run(task: str, kappa: float, steps: int, rate: float, seed: int, device: str = "cpu", **shape: int) -> Outcome:
     """Train one model whose scores are κ times the cosines of its queries and keys."""
-    of, shape = TASKS[task], {"d_model": d_model, "heads": heads, "head_dim": head_dim}
-    model = seeded_model(of.vocabulary, seed, scale=normalised(kappa), **shape).to(device)
-    before = score_summary(model, of)
-    found = trained(model, of, Schedule(steps, rate, seed))
+    _, before, found = seeded_run(TASKS[task], Schedule(steps, rate, seed), device, scale=normalised(kappa), **shape)
     return {"final": found.final, "diverged": found.diverged, "spread": before["std"],
             "entropy": before["entropy_ratio"]}  # fmt: skip
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
     """Say which κ has the lowest loss at each d_k, and if √d_k is on the floor of the curve."""
-    checks: list[Check] = []
-    sentences = []
+    checks, sentences = [], []
     for head_dim in sorted(outcomes.values("head_dim")):
         own = outcomes.where(head_dim=head_dim)
-        best = min(own.values("kappa"), key=lambda kappa: own.band("final", kappa=kappa).mean)
-        losses = {kappa: own.band("final", kappa=kappa).mean for kappa in own.values("kappa")}
-        floor = [kappa for kappa, loss in losses.items() if loss < losses[best] + NEGLIGIBLE]
-        sentences.append(
-            f"At d_k = {head_dim}, √d_k = {math.sqrt(head_dim):g}, the loss is lowest at κ = {best:g} "
-            f"({own.band('final', kappa=best)} nats); "
-            + (
-                f"within {NEGLIGIBLE:g} of that from {floor[0]:g} to {floor[-1]:g}."
-                if len(floor) > 1
-                else f"no other κ is within {NEGLIGIBLE:g} of that."
-            )
-        )
+        losses = {kappa: own.band("final", kappa=kappa) for kappa in own.values("kappa")}
+        best = min(losses, key=lambda kappa: losses[kappa].mean)
+        sentences.append(_sentence(losses, head_dim, best))
         checks += _checks(own, head_dim, best)
     text = " ".join([*sentences, tally(checks), diverged_sentence(outcomes)])
     table = outcomes.table(
@@ -75,7 +56,22 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         {"final": "final loss ±", "spread": "spread at the start", "entropy": "entropy at the start (share of max)",
          "diverged": "diverged"},
     )  # fmt: skip
-    return Conclusion(text, tuple(checks), (table,), _plots(outcomes))
+    names = {head_dim: f"d_k = {head_dim}" for head_dim in outcomes.values("head_dim")}
+    curves = outcomes.curves("kappa", "final", "head_dim", names=names)
+    plot = Plot("Loss against κ", "κ", "held-out loss, nats", curves,
+                "Left: all keys weigh the same. Right: one key has all the weight. The floor is around κ = √d_k.",
+                log_x=True)  # fmt: skip
+    return Conclusion(text, checks, [table], [plot])
+
+
+def _sentence(losses: dict[float, Band], head_dim: int, best: float) -> str:
+    floor = [kappa for kappa, loss in losses.items() if loss.mean < losses[best].mean + NEGLIGIBLE]
+    near = f"within {NEGLIGIBLE:g} of that from {floor[0]:g} to {floor[-1]:g}."
+    alone = f"no other κ is within {NEGLIGIBLE:g} of that."
+    return (
+        f"At d_k = {head_dim}, √d_k = {math.sqrt(head_dim):g}, the loss is lowest at κ = {best:g} "
+        f"({losses[best]} nats); {near if len(floor) > 1 else alone}"
+    )
 
 
 def _checks(own: Outcomes, head_dim: int, best: float) -> list[Check]:
@@ -85,24 +81,16 @@ def _checks(own: Outcomes, head_dim: int, best: float) -> list[Check]:
         return own.difference("final", {"kappa": one}, {"kappa": other}, points=len(kappas) - 1)
 
     above = more(root, best)
-    on_floor = True if above.high < NEGLIGIBLE else False if above.low > NEGLIGIBLE else None
-    ends = {end: more(end, root) for end in (kappas[0], kappas[-1])}
-    return [
-        Check(f"d_k = {head_dim}: κ = √d_k is on the floor", True if best == root else on_floor,
+    checks = [
+        Check(f"d_k = {head_dim}: κ = √d_k is on the floor", best == root or above.is_below(NEGLIGIBLE),
               f"{above:+.2g} nats above κ = {best:g}"),
-        *(Check(f"d_k = {head_dim}: κ = {end:g} is worse than √d_k",
-                True if cost.low > 0 else False if cost.high < 0 else None, f"{cost:+.2g} nats")
-          for end, cost in ends.items()),
     ]  # fmt: skip
-
-
-def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
-    names = {head_dim: f"d_k = {head_dim}" for head_dim in outcomes.values("head_dim")}
-    return (
-        Plot("Loss against κ", "κ", "held-out loss, nats", outcomes.curves("kappa", "final", "head_dim", names=names),
-             "Left: all keys weigh the same. Right: one key has all the weight. The floor is around κ = √d_k.",
-             log_x=True),
-    )  # fmt: skip
+    for end in (kappas[0], kappas[-1]):
+        gain, cost = more(root, end), more(end, root)
+        checks.append(
+            Check(f"d_k = {head_dim}: κ = {end:g} is worse than √d_k", gain.is_below(0.0), f"{cost:+.2g} nats")
+        )
+    return checks
 
 
 EXPERIMENT = Experiment(

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, product
 from attnscale.lab.outcomes import Band, Outcomes, band, column, percent, tally
 from attnscale.measure import score_stats
 from attnscale.operator import attention_weights
@@ -30,11 +30,11 @@ def grid(quick: bool) -> Sequence[Settings]:
     """List every rule at every length, for rows that see all keys, causal rows, and rows with one leading key."""
     full = [16, 64, 256, 1024] if quick else [16, 64, 256, 1024, 4096, 16384]
     causal = [64, 256] if quick else [64, 256, 1024, 2048]
-    context: list[Settings] = [
-        {"part": CONTEXT, "rule": rule, "causal": is_causal, "length": length}
-        for is_causal, lengths in ((False, full), (True, causal)) for rule in RULES for length in lengths
-    ]  # fmt: skip
-    return context + [{"part": LEADING, "rule": rule, "length": length} for rule in LEADING_RULES for length in FAR]
+    return [
+        *product(part=CONTEXT, causal=False, rule=RULES, length=full),
+        *product(part=CONTEXT, causal=True, rule=RULES, length=causal),
+        *product(part=LEADING, rule=LEADING_RULES, length=FAR),
+    ]
 
 
 def rule_for(rule: str, length: int) -> Rule:
@@ -75,8 +75,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     context, leading = (outcomes.where(part=part) for part in (CONTEXT, LEADING))
     full, causal = (context.where(causal=is_causal) for is_causal in (False, True))
     checks = [
-        full.check(f"{rule}: entropy over Gaussian keys matches theory", "entropy",
-                   {length: expected_entropy(rule, length) for length in full.values("length")},
+        full.check(f"{rule}: entropy over Gaussian keys matches theory", "entropy", partial(expected_entropy, rule),
                    "length", len(RULES), rule=rule)
         for rule in RULES
     ] + [_leading_check(leading)]  # fmt: skip
@@ -95,12 +94,14 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         f"Weight of a key with the score {LEAD:g}, all others {OTHERS:g}", {"rule": "rule", "length": "keys"},
         {"weight": "weight"},
     )  # fmt: skip
-    return Conclusion(text, tuple(checks), (table, weights), _plots(full, causal, leading))
+    return Conclusion(text, checks, [table, weights], _plots(full, causal, leading))
 
 
 def _leading_check(leading: Outcomes) -> Check:
-    expected = {(rule, n): leading_weight(rule, n) for rule in LEADING_RULES for n in FAR}
-    off = max(abs(found["weight"] - expected[own["rule"], own["length"]]) for own, found in leading)  # type: ignore[index]
+    off = 0.0
+    for (rule, length), own in leading.groups("rule", "length").items():
+        expected = leading_weight(str(rule), int(length or 0))
+        off = max(off, *(abs(weight - expected) for weight in own.samples("weight")))
     return Check("the weight of a leading key is 1/(1 + (n − 1) e⁻⁵), under SSMax 1/(1 + (n − 1) n^(−5s))", off < 1e-9,
                  f"{len(leading)} rows, largest difference {off:.1g}")  # fmt: skip
 
@@ -135,10 +136,10 @@ def _sentence(own: Outcomes, rule: str) -> str:
     return f"Under {rule} {change}: {first} effective keys of {ends[0]}, {last} of {ends[1]}."
 
 
-def _plots(full: Outcomes, causal: Outcomes, leading: Outcomes) -> tuple[Plot, ...]:
+def _plots(full: Outcomes, causal: Outcomes, leading: Outcomes) -> list[Plot]:
     lengths = full.values("length")
     uniform = Curve("ln n", tuple(map(float, lengths)), column([math.log(n) for n in lengths]), is_theory=True)
-    return (
+    return [
         Plot("Entropy against context length", "keys", "entropy, nats",
              (*full.curves("length", "entropy", "rule", theory=expected_entropy), uniform),
              "Parallel to ln n: attention spreads over all keys. Level: it does not.", log_x=True),
@@ -147,7 +148,7 @@ def _plots(full: Outcomes, causal: Outcomes, leading: Outcomes) -> tuple[Plot, .
         Plot("Weight of one leading key", "keys", "its weight",
              leading.curves("length", "weight", "rule", theory=leading_weight),
              f"One score of {LEAD:g}, all others {OTHERS:g}: softmax forgets it as the context grows.", log_x=True),
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 EXPERIMENT = Experiment("length", "How does attention spread over a growing context under 1/√d_k, log n and YaRN?",

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table, product
 from attnscale.lab.outcomes import Band, Outcomes, band, column, ranging, tally
 from attnscale.measure import score_stats
 from attnscale.operator import attention_weights
@@ -21,13 +22,11 @@ TITLES = {"entropy_ratio": "entropy", "top1": "the largest weight", "jacobian_tr
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List one large score over several numbers of keys, and every spread over each of them."""
-    lengths = [4, 128, 1024] if quick else [4, 16, 128, 1024, 4096]
-    spreads = [0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0] if quick else (
-        [0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0]
-    )  # fmt: skip
-    one: list[Settings] = [{"part": ONE, "keys": keys} for keys in lengths]
-    many: list[Settings] = [{"part": MANY, "keys": keys, "spread": spread} for keys in lengths for spread in spreads]
-    return one + many
+    if quick:
+        lengths, spreads = [4, 128, 1024], [0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0]
+    else:
+        lengths, spreads = [4, 16, 128, 1024, 4096], [0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0]
+    return product(part=ONE, keys=lengths) + product(part=MANY, keys=lengths, spread=spreads)
 
 
 def run(part: str, keys: int, seed: int, spread: float = 0.0) -> Outcome:
@@ -47,6 +46,11 @@ def _one_large_score(keys: int) -> Outcome:
     # ln(p/(1 − p)) is linear in the score, so interpolation finds where the weight passes 0.99
     passes = np.interp(math.log(SATURATED / (1 - SATURATED)), torch.logit(weight).numpy(), SCORES)
     return {"weight": weight.tolist(), "saturates": float(passes)}
+
+
+def expected(measure: str, keys: int, spread: float) -> float:
+    """Return what theory says of a measure over Gaussian scores."""
+    return float(getattr(expected_softmax(spread, keys), measure))
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -73,7 +77,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
                    {"entropy_ratio": "entropy (share of max)", "top1": "top-1", "jacobian_trace": "1 − Σp²",
                     "saturated": "saturated rows"}),
     )  # fmt: skip
-    return Conclusion(text, tuple(checks), tables, _plots(one, many))
+    return Conclusion(text, checks, tables, _plots(one, many))
 
 
 def _halved(many: Outcomes, keys: int) -> Band:
@@ -87,21 +91,20 @@ def _halved(many: Outcomes, keys: int) -> Band:
 
 def _checks_of_one(one: Outcomes) -> list[Check]:
     off = max(abs(found["saturates"] - saturation_point(int(own["keys"] or 0), SATURATED)) for own, found in one)
-    expected = {keys: 1 / (1 + (keys - 1) * np.exp(-SCORES)) for keys in one.values("keys")}
-    weights = max(float(abs(np.array(found["weight"]) - expected[own["keys"]]).max()) for own, found in one)
+    closed = {keys: 1 / (1 + (keys - 1) * np.exp(-SCORES)) for keys in one.values("keys")}
+    weights = max(float(abs(np.array(found["weight"]) - closed[own["keys"]]).max()) for own, found in one)
     return [
         Check(f"softmax([x, 0, …, 0]) reaches {SATURATED:.0%} at x = ln({SATURATED:g} (n − 1)/{1 - SATURATED:.2g})",
-              off < 1e-6, f"{len(expected)} numbers of keys, largest difference {off:.1g}"),
+              off < 1e-6, f"{len(closed)} numbers of keys, largest difference {off:.1g}"),
         Check("its first weight is 1/(1 + (n − 1) e⁻ˣ)", weights < 1e-9,
-              f"{len(SCORES)} scores over {len(expected)} numbers of keys, largest difference {weights:.1g}"),
+              f"{len(SCORES)} scores over {len(closed)} numbers of keys, largest difference {weights:.1g}"),
     ]  # fmt: skip
 
 
 def _checks_of_many(many: Outcomes) -> list[Check]:
-    lengths, spreads = many.values("keys"), many.values("spread")
+    lengths = many.values("keys")
     return [
-        many.check(f"{title} over {keys} Gaussian scores matches theory", name,
-                   {spread: getattr(expected_softmax(spread, keys), name) for spread in spreads}, "spread",
+        many.check(f"{title} over {keys} Gaussian scores matches theory", name, partial(expected, name, keys), "spread",
                    len(lengths) * len(TITLES), keys=keys)
         for name, title in TITLES.items() for keys in lengths
     ]  # fmt: skip
@@ -114,10 +117,7 @@ def _plots(one: Outcomes, many: Outcomes) -> tuple[Plot, ...]:
     single = tuple(Curve(names[keys], tuple(SCORES.tolist()), column(first[keys])) for keys in names)
 
     def many_curves(measure: str) -> tuple[Curve, ...]:
-        def theory(keys: int, spread: float) -> float:
-            return float(getattr(expected_softmax(spread, keys), measure))
-
-        return many.curves("spread", measure, "keys", names=names, theory=theory)
+        return many.curves("spread", measure, "keys", names=names, theory=partial(expected, measure))
 
     return (
         Plot("softmax([x, 0, …, 0])", "x", "weight of the first key", single,

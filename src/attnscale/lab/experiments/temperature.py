@@ -3,14 +3,24 @@
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import nn
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Heatmap, Outcome, Plot, Settings, Table
-from attnscale.lab.outcomes import Band, Outcomes, band, column, diverged_sentence, verdicts
+from attnscale.lab.experiment import (
+    Check,
+    Conclusion,
+    Curve,
+    Experiment,
+    Heatmap,
+    Outcome,
+    Plot,
+    Settings,
+    Table,
+    product,
+)
+from attnscale.lab.outcomes import Band, Outcomes, column, diverged_sentence, verdicts
 from attnscale.lab.tasks import TASKS, Task
-from attnscale.lab.training import Schedule, score_summary, seeded_model, trained
+from attnscale.lab.training import Schedule, score_summary, seeded_run
 from attnscale.operator import attention_weights
 from attnscale.rules.temperature import temperature
 from attnscale.watching import watch
@@ -24,26 +34,22 @@ LATER_LAYERS = 0.02  # later layers see the effect of a temperature on earlier o
 def grid(quick: bool) -> Sequence[Settings]:
     """List every temperature at every rate, on each task."""
     if quick:
-        tasks, rates = {"easy recall": 80}, [0.005]
-        size = {"d_model": 32, "heads": 1, "head_dim": 64}
-    else:
-        tasks, rates = {"characters": 200, "recall": 300}, [0.001, 0.003, 0.01]
-        size = {"d_model": 64, "heads": 2, "head_dim": 64}
+        small = {"d_model": 32, "heads": 1, "head_dim": 64}
+        return product(task="easy recall", multiple=MULTIPLES, rate=0.005, steps=80, **small)
+    rates, size = [0.001, 0.003, 0.01], {"d_model": 64, "heads": 2, "head_dim": 64}
     return [
-        {"task": task, "multiple": multiple, "rate": rate, "steps": steps, **size}
-        for task, steps in tasks.items() for multiple in MULTIPLES for rate in rates
-    ]  # fmt: skip
+        *product(task="characters", multiple=MULTIPLES, rate=rates, steps=200, **size),
+        *product(task="recall", multiple=MULTIPLES, rate=rates, steps=300, **size),
+    ]
 
 
 def run(
-    task: str, multiple: float, rate: float, steps: int, d_model: int, heads: int, head_dim: int, seed: int,
-    device: str = "cpu",
-) -> Outcome:  # fmt: skip
+    task: str, multiple: float, rate: float, steps: int, head_dim: int, seed: int, device: str = "cpu", **shape: int
+) -> Outcome:
     """Train a model, measure its scores before and after, and for one seed keep the weights of a head."""
     of, rule = TASKS[task], temperature(multiple * math.sqrt(head_dim))
-    model = seeded_model(of.vocabulary, seed, scale=rule, d_model=d_model, heads=heads, head_dim=head_dim).to(device)
-    before = score_summary(model, of)
-    found = trained(model, of, Schedule(steps, rate, seed))
+    schedule = Schedule(steps, rate, seed)
+    model, before, found = seeded_run(of, schedule, device, scale=rule, head_dim=head_dim, **shape)
     after = score_summary(model, of) if math.isfinite(found.end) else dict.fromkeys(before, math.nan)
     return {
         "final": found.final, "diverged": found.diverged,
@@ -68,38 +74,20 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     """Say which temperature is best, what the others cost, and how much of each remains after training."""
     sentences, checks, tables, plots = [], [], [], []
     for task in outcomes.values("task"):
-        own = _at_best_rates(outcomes.where(task=task))
+        own = outcomes.where(task=task).at_best_rates("multiple")
         costs = {multiple: _cost(own, multiple) for multiple in MULTIPLES if multiple != 1}
-        powers = {when: _power(own, f"spread_{when}") for when in ("before", "after")}
+        # −1 if a temperature acts in full, 0 if training undid it
+        powers = {when: own.exponent(f"spread_{when}", "multiple") for when in ("before", "after")}
         sentences += [f"{task.capitalize()}: {_on_costs(own, costs)}", _on_training(own, powers)]
         checks += _checks(task, costs, powers)
         tables.append(_table(task, own))
         plots += _plots(task, own)
     sentences.append(diverged_sentence(outcomes))
-    return Conclusion(" ".join(sentences), tuple(checks), tuple(tables), tuple(plots))
-
-
-def _at_best_rates(outcomes: Outcomes) -> Outcomes:
-    """Return the runs of every temperature at the rate with its lowest mean loss."""
-    cells: list[tuple[Settings, Outcome]] = []
-    for multiple in MULTIPLES:
-        rates = {rate: outcomes.band("final", multiple=multiple, rate=rate).mean for rate in outcomes.values("rate")}
-        cells += outcomes.where(multiple=multiple, rate=min(rates, key=lambda rate: rates[rate])).cells
-    return Outcomes(cells)
+    return Conclusion(" ".join(sentences), checks, tables, plots)
 
 
 def _cost(own: Outcomes, multiple: float) -> Band:
     return own.difference("final", {"multiple": multiple}, {"multiple": 1.0}, points=len(MULTIPLES) - 1)
-
-
-def _power(own: Outcomes, spread: str) -> Band:
-    """Return d ln(spread) / d ln(τ) over seeds: −1 if a temperature acts in full, 0 if training undid it."""
-    powers = []
-    for seed in own.values("seed"):
-        spreads = [own.samples(spread, multiple=multiple, seed=seed)[0] for multiple in MULTIPLES]
-        is_known = np.isfinite(spreads).all()
-        powers.append(float(np.polyfit(np.log(MULTIPLES), np.log(spreads), 1)[0]) if is_known else math.nan)
-    return band(powers)
 
 
 def _on_costs(own: Outcomes, costs: dict[float, Band]) -> str:
@@ -146,8 +134,8 @@ def _table(task: str, own: Outcomes) -> Table:
         at = own.where(multiple=multiple)
         final, cost = at.band("final"), _cost(own, multiple)
         states = (at.band(name).mean for name in ("entropy_before", "entropy_after", "spread_before", "spread_after"))
-        numbers = column([final.mean, final.margin, cost.mean, cost.margin, *states])
-        rows.append((_name(multiple), at.values("rate")[0], *numbers, at.count("diverged")))
+        numbers = (*final.columns, *cost.columns, *column(states), at.count("diverged"))
+        rows.append((_name(multiple), at.values("rate")[0], *numbers))
     return Table(f"Temperatures, {task}", columns, tuple(rows))
 
 
@@ -163,15 +151,13 @@ def _plots(task: str, own: Outcomes) -> list[Plot | Heatmap]:
         Plot(f"Spread before and after, {task}", "τ/√d_k", "spread of the scores", ends("spread"),
              "Slope −1: the temperature acts in full. Slope 0: training undid it.", log_x=True, log_y=True),
     ]  # fmt: skip
-    for settings, found in own:
-        if settings["seed"] == PATTERN_SEED and found["pattern"] is not None:
-            shown = TASKS[task].held_out(1).tokens[0, : len(found["pattern"])].tolist()
-            positions = tuple(map(TASKS[task].name_of, shown))
-            plots.append(
-                Heatmap(f"Weights of a trained head, τ = {_name(float(settings['multiple'] or 0))}, {task}", "key",
-                        "query", positions, positions, tuple(column(row) for row in found["pattern"]),
-                        f"First head of the last layer, seed {PATTERN_SEED}.")
-            )  # fmt: skip
+    for settings, found in own.where(seed=PATTERN_SEED):
+        name, kept = _name(float(settings["multiple"] or 0)), found["pattern"]
+        positions = tuple(map(TASKS[task].name_of, TASKS[task].held_out(1).tokens[0, : len(kept)].tolist()))
+        plots.append(
+            Heatmap(f"Weights of a trained head, τ = {name}, {task}", "key", "query", positions, positions,
+                    tuple(map(column, kept)), f"First head of the last layer, seed {PATTERN_SEED}.")
+        )  # fmt: skip
     return plots
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table, product
 from attnscale.lab.outcomes import Outcomes, ranging, tally
 from attnscale.theory import score_mean, score_variance
 
@@ -58,8 +58,7 @@ CASES = {
 
 def grid(quick: bool) -> Sequence[Settings]:
     """List every case at every d_k."""
-    head_dims = [1, 4, 16, 64, 256] if quick else [2**power for power in range(13)]
-    return [{"case": case, "head_dim": head_dim} for case in CASES for head_dim in head_dims]
+    return product(case=CASES, head_dim=[1, 4, 16, 64, 256] if quick else [2**power for power in range(13)])
 
 
 def run(case: str, head_dim: int, seed: int) -> Outcome:
@@ -77,18 +76,17 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     checks, rows, powers, curves = {}, [], {}, 2 * len(cases)
     for name in cases:
         own, case = outcomes.where(case=name), CASES[name]
-        variances, means = ({head_dim: of(head_dim) for head_dim in head_dims} for of in (case.variance, case.mean))
         checks[name] = [
-            own.check(f"{name}: Var(q·k) = {case.variance(1):g} d_k", "variance", variances, "head_dim", curves),
-            own.check(f"{name}: E[q·k] = {case.mean(1):g} d_k", "mean", means, "head_dim", curves),
-        ]  # fmt: skip
+            own.check(f"{name}: Var(q·k) = {case.variance(1):g} d_k", "variance", case.variance, "head_dim", curves),
+            own.check(f"{name}: E[q·k] = {case.mean(1):g} d_k", "mean", case.mean, "head_dim", curves),
+        ]
         powers[name] = own.exponent("variance", "head_dim").mean
         found = own.band("variance", head_dim=largest)
-        rows.append((name, largest, variances[largest], found.mean, found.margin, powers[name]))
+        rows.append((name, largest, case.variance(largest), found.mean, found.margin, powers[name]))
     plain = [name for name in cases if CASES[name].variance(1) == 1 and CASES[name].mean(1) == 0]
     equal = all(check.holds for name in plain for check in checks[name])
     scaled = {name: outcomes.band("scaled_variance", case=name, head_dim=largest) for name in cases}
-    every = tuple(check for own in checks.values() for check in own)
+    every = [check for own in checks.values() for check in own]
     text = (
         f"From d_k = {smallest} to {largest}, Var(q·k) grows as d_k to the power {ranging(powers.values(), 4)}. "
         f"For independent components with mean 0 and variance 1 it {'equals' if equal else 'was not found to equal'} "
@@ -98,7 +96,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         + f". {tally(every)}"
     )
     columns = ("case", "d_k", "expected variance", "measured", "±", "exponent of d_k")
-    return Conclusion(text, every, (Table("Variance of q·k", columns, tuple(rows)),), _plots(outcomes))
+    return Conclusion(text, every, [Table("Variance of q·k", columns, tuple(rows))], _plots(outcomes))
 
 
 def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
