@@ -6,26 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Block, Entry, Expected, SelfAttention, above_diagonal, bug, enter
+from .entry import Block, Configuration, Divided, Entry, Expected, Kernel, SelfAttention, above_diagonal, bug, enter
 from .structures import ManyHeads
-
-
-class Wrong(SelfAttention):
-    """The plain formula, with a multiplier of the subclass's."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.transpose(-2, -1) * self.multiplier(x)
-        return self.merge(scores.softmax(-1) @ value)
 
 
 @bug("scaled_by_model_dim", 33, 3, scale=33**-0.5)
 @bug("scaled_by_model_dim", 51, 3, scale=51**-0.5, init=1.0)
-class RootOfTheModel(Wrong):
-    """√d_model, taken from the input."""
+class RootOfTheModel(SelfAttention):
+    """√d_model."""
 
-    def multiplier(self, x):
-        return x.shape[-1] ** -0.5
+    def multiplier(self):
+        return self.d_model**-0.5
 
 
 @bug("scaled_by_model_dim", 35, 5, scale=35**-0.5, causal=True)
@@ -90,47 +81,42 @@ enter(
 
 @bug("scaled_by_dim", 33, 3, scale=1 / 11)
 @bug("scaled_by_dim", 69, 3, scale=1 / 23, init=1.0)
-class NoRoot(Wrong):
+class NoRoot(SelfAttention):
     """d_k for √d_k."""
 
-    def multiplier(self, x):
+    def multiplier(self):
         return 1 / self.head_dim
 
 
 @bug("scaled_by_dim", 39, 3, scale=1 / 13)
-class QueryAndScores(SelfAttention):
+class QueryAndScores(Divided):
     """Scaled twice: the query by hand, and the scores again."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query = query * self.head_dim**-0.5
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1) @ value)
+    def prepare(self, query, key):
+        return query * self.head_dim**-0.5, key
 
 
 @bug("scaled_by_dim", 51, 3, scale=1 / 17)
 class QueryAndKernel(SelfAttention):
     """Scaled twice: the query by hand, and by the kernel that does so itself."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(F.scaled_dot_product_attention(query / self.head_dim**0.5, key, value))
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(query / self.head_dim**0.5, key, value)
 
 
 @bug("scaled_by_dim", 46, 2, scale=1 / 23)
 class QueryAndKey(SelfAttention):
     """Scaled twice: both by √d, where each should get its fourth root."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
+    def attend(self, query, key, value):
         scores = torch.einsum("bhqd,bhkd->bhqk", query / self.head_dim**0.5, key / self.head_dim**0.5)
-        return self.merge(scores.softmax(-1) @ value)
+        return scores.softmax(-1) @ value
 
 
 @bug("unscaled", 96, 3, scale=1.0)
 @bug("unscaled", 51, 3, scale=1.0, init=1.0)
-class Unscaled(Wrong):
-    def multiplier(self, x):
+class Unscaled(SelfAttention):
+    def multiplier(self):
         return 1.0
 
 
@@ -138,47 +124,42 @@ class Unscaled(Wrong):
 class NoMultiplication(SelfAttention):
     """Not even a multiplication by one."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(torch.softmax(query @ key.mT, -1) @ value)
+    def scale_product(self, product):
+        return product
 
 
 @bug("unscaled", 57, 3, scale=1.0, init=1.0)
 class KernelToldOne(SelfAttention):
     """SDPA(scale=1.0), and nobody scaled before."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(F.scaled_dot_product_attention(query, key, value, scale=1.0))
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, scale=1.0)
 
 
 @bug("unscaled", 69, 3, scale=1.0, init=1.0)
 class BiasScaledInstead(SelfAttention):
     """Brackets in the wrong place: q·k + bias/√d."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.bias = nn.Parameter(torch.randn(self.heads, 13, 13))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.mT + self.bias / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1) @ value)
+    def scale_product(self, product):
+        return product + self.bias / math.sqrt(self.head_dim)
 
 
 @bug("unusual_scale", 33, 3, scale=11**0.5)
-class Multiplied(Wrong):
+class Multiplied(SelfAttention):
     """√d on the wrong side of the fraction."""
 
-    def multiplier(self, x):
+    def multiplier(self):
         return self.head_dim**0.5
 
 
 @bug("unusual_scale", 39, 3, scale=0.05)
-class AnyNumber(Wrong):
+class AnyNumber(SelfAttention):
     """A number that nothing in the model explains."""
 
-    def multiplier(self, x):
+    def multiplier(self):
         return 0.05
 
 
@@ -186,57 +167,37 @@ class AnyNumber(Wrong):
 class BiasScaledToo(SelfAttention):
     """(q·k + bias)/√d: the bias gets the scale that was meant for the product."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.relative = nn.Parameter(torch.randn(self.heads, 13, 13))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = (query @ key.mT + self.relative) / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1) @ value)
+    def scale_product(self, product):
+        return (product + self.relative) / math.sqrt(self.head_dim)
 
 
 @bug("config_mismatch", 46, 2)
 class KernelIgnoresTheAttribute(SelfAttention):
     """A scale of one's own, which only the slow path knows."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.scale = 0.35
-        self.fused = True
+    scale, fused = 0.35, True
 
-    def forward(self, x):
-        query, key, value = self.project(x)
+    def attend(self, query, key, value):
         if self.fused:
-            return self.merge(F.scaled_dot_product_attention(query, key, value))
-        return self.merge((query * self.scale @ key.mT).softmax(-1) @ value)
-
-
-class Config:
-    """A configuration as models carry it."""
-
-    def __init__(self, **fields):
-        self.__dict__.update(fields)
+            return F.scaled_dot_product_attention(query, key, value)
+        return (query * self.scale @ key.mT).softmax(-1) @ value
 
 
 @bug("config_mismatch", 69, 3)
-class KernelIgnoresTheConfiguration(SelfAttention):
+class KernelIgnoresTheConfiguration(Kernel):
     """query_pre_attn_scalar says 60, the code divides by √d."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.config = Config(query_pre_attn_scalar=60, num_attention_heads=self.heads)
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(F.scaled_dot_product_attention(query, key, value))
+    config = Configuration(query_pre_attn_scalar=60, num_attention_heads=3)
 
 
 @bug("unusual_scale", 69, 3, scale=3**-0.5)
-class RootOfTheHeads(Wrong):
+class RootOfTheHeads(SelfAttention):
     """√heads for √d_k."""
 
-    def multiplier(self, x):
+    def multiplier(self):
         return self.heads**-0.5
 
 
@@ -244,8 +205,6 @@ class RootOfTheHeads(Wrong):
 class RootOfTheLength(SelfAttention):
     """The wrong axis of the key: its length."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
+    def attend(self, query, key, value):
         key = key.transpose(-2, -1)
-        scores = query @ key / math.sqrt(key.size(-1))
-        return self.merge(scores.softmax(-1) @ value)
+        return (query @ key / math.sqrt(key.size(-1))).softmax(-1) @ value

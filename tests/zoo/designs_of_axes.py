@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import UNREAD, SelfAttention, correct
+from .entry import UNREAD, Divided, SelfAttention, correct
 
 
 class Slots(nn.Module):
     """Slot attention: slots compete for inputs, softmax over slots, then each slot averages what it won."""
 
-    def __init__(self, d_model, heads, head_dim=None, kv_heads=None):
+    def __init__(self, d_model, *args, **kwargs):
         super().__init__()
         self.start = nn.Parameter(torch.randn(1, 5, d_model))
         self.to_q, self.to_k, self.to_v = (nn.Linear(d_model, d_model, bias=False) for _ in range(3))
@@ -67,8 +67,7 @@ class SlotsMixedThenDivided(Slots):
 class GroupAssignment(SelfAttention):
     """GroupViT's: every token is assigned to groups, the queries; a group averages its tokens."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.groups = nn.Parameter(torch.randn(1, 4, self.heads * self.head_dim))
 
     def forward(self, x):
@@ -87,20 +86,19 @@ class GroupAssignment(SelfAttention):
 class CrossCovariance(SelfAttention):
     """XCiT's: channels attend to channels, both of unit length over the tokens, with a learned temperature."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.temperature = nn.Parameter(torch.ones(self.heads, 1, 1))
 
-    def forward(self, x):
-        query, key, value = (y.transpose(-2, -1) for y in self.project(x))
+    def attend(self, *heads):
+        query, key, value = (y.transpose(-2, -1) for y in heads)
         query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
         weights = ((query @ key.transpose(-2, -1)) * self.temperature).softmax(dim=-1)
-        return self.merge((weights @ value).transpose(-2, -1))
+        return (weights @ value).transpose(-2, -1)
 
 
 @correct(44, 2, **UNREAD)
 class TransposedAttention(nn.Module):
-    """Restormer's: the same over the pixels of an image, from convolutions."""
+    """Restormer's, over the pixels of an image, from convolutions."""
 
     def __init__(self, d_model, heads, head_dim=None, kv_heads=None):
         super().__init__()
@@ -116,13 +114,12 @@ class TransposedAttention(nn.Module):
 
 
 @correct(60, 4, statistics="none", calls=None, scale=None, seen_heads=None, seen_dim=None)
-class Sinkhorn(SelfAttention):
+class Sinkhorn(Divided):
     """Rows and columns normalised in turns, the rows last."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        weights = torch.exp(query @ key.mT / math.sqrt(self.head_dim))
+    def weigh(self, scores):
+        weights = torch.exp(scores)
         for _ in range(3):
             weights = weights / weights.sum(-2, keepdim=True)
             weights = weights / weights.sum(-1, keepdim=True)
-        return self.merge(weights @ value)
+        return weights

@@ -56,8 +56,7 @@ class FloatCausalMask(SelfAttention):
 class FloatBias(SelfAttention):
     """A learned bias handed over as a mask: it is not a scale."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.bias = torch.nn.Parameter(torch.randn(self.heads, 13, 13))
 
     def forward(self, x):
@@ -70,8 +69,7 @@ class FloatBias(SelfAttention):
 class OwnScale(SelfAttention):
     """A scale of one's own, said in an attribute and used."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.scale = 0.3
 
     def forward(self, x):

@@ -217,8 +217,7 @@ for cls, d_model, heads in (ScaledInChannels, 33, 3), (OneHeadOfChannels, 23, 1)
 class LearnedQueries(SelfAttention):
     """Seven queries that are parameters, for every element of the batch: a resampler."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.latents = nn.Parameter(torch.randn(7, 39))
 
     def forward(self, x):
@@ -233,8 +232,7 @@ class LearnedQueries(SelfAttention):
 class QueryIsAParameter(SelfAttention):
     """Pooling by one query that never passed a projection."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.query = nn.Parameter(torch.randn(1, self.heads, 1, self.head_dim))
         del self.q_proj
 
@@ -249,8 +247,7 @@ class QueryIsAParameter(SelfAttention):
 class HalfPrecision(SelfAttention):
     """bfloat16 throughout, softmax in float32."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.to(torch.bfloat16)
 
     def forward(self, x):
@@ -265,8 +262,7 @@ class HalfPrecision(SelfAttention):
 class LowRankUpdate(SelfAttention):
     """A projection and its low-rank update, whose multiplier is no scale of the scores."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.down, self.up = nn.Linear(57, 4, bias=False), nn.Linear(4, 57, bias=False)
 
     def forward(self, x):
@@ -293,8 +289,7 @@ class PositionsAdded(SelfAttention):
 class WeightNormed(SelfAttention):
     """Projections whose weights are made anew at every call."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         for projection in (self.q_proj, self.k_proj):
             nn.utils.parametrizations.weight_norm(projection)
 
@@ -309,8 +304,7 @@ class WeightNormed(SelfAttention):
 class GatedOutput(SelfAttention):
     """Each head's output times a sigmoid of the input, and the value damped by a constant."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.gate = nn.Linear(69, 69)
 
     def forward(self, x):

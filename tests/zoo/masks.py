@@ -1,23 +1,15 @@
 """The ways to hide a key."""
 
-import math
-
 import torch
-import torch.nn.functional as F
 
-from .entry import SelfAttention, above_diagonal, correct
-from .recording import note
+from .entry import Divided, above_diagonal, correct
 
 
-class Masked(SelfAttention):
-    """Everything but the mask."""
+class Masked(Divided):
+    """Hides keys by the way of a subclass."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.transpose(-1, -2) / math.sqrt(self.head_dim)
-        scores = self.mask(scores, above_diagonal(x.shape[1]))
-        note(self, scores)
-        return self.merge(F.softmax(scores, dim=-1) @ value)
+    def adjust(self, scores):
+        return self.mask(scores, above_diagonal(scores.shape[-1]))
 
 
 @correct(33, 3, causal=True)
@@ -96,16 +88,11 @@ class Twice(Masked):
 
 
 @correct(55, 5, causal=True)
-class BeforeTheScale(SelfAttention):
+class BeforeTheScale(Divided):
     """Masked first and divided after: the mask is divided too, and hides as well."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.transpose(-1, -2)
-        scores = scores.masked_fill(above_diagonal(x.shape[1]), -1e20)
-        scores = scores / self.head_dim**0.5
-        note(self, scores)
-        return self.merge(torch.softmax(scores, dim=-1) @ value)
+    def scale_product(self, product):
+        return super().scale_product(product.masked_fill(above_diagonal(product.shape[-1]), -1e20))
 
 
 @correct(65, 5)

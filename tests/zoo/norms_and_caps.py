@@ -14,8 +14,7 @@ class Normalised(SelfAttention):
 
     norm = nn.RMSNorm
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.q_norm, self.k_norm = self.norm(self.head_dim), self.norm(self.head_dim)
 
     def forward(self, x):
@@ -56,8 +55,7 @@ class HandWritten(Normalised):
 class OptionalNorms(Normalised):
     """Norms that are switched off: nn.Identity. Nothing is inert that nobody asked for."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         self.attn_logit_softcapping = None
         self.softcap = 0.0
@@ -67,8 +65,7 @@ class OptionalNorms(Normalised):
 class NormBeforeTheSplit(SelfAttention):
     """OLMo 2's: over the whole width."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.q_norm, self.k_norm = nn.RMSNorm(self.heads * self.head_dim), nn.RMSNorm(self.heads * self.head_dim)
 
     def forward(self, x):
@@ -83,8 +80,7 @@ class NormBeforeTheSplit(SelfAttention):
 class UnitVectors(SelfAttention):
     """Cosines times a learned number, which starts at 7.3: log₂(n² − n)."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.g = nn.Parameter(torch.tensor(7.3))
 
     def forward(self, x):
@@ -99,8 +95,7 @@ class UnitVectors(SelfAttention):
 class CosinePerHead(SelfAttention):
     """Swin v2's: F.normalize, a logit scale for each head, clamped at 100, and a bias between 0 and 16."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.logit_scale = nn.Parameter(torch.log(10 * torch.ones((self.heads, 1, 1))))
         self.table = nn.Parameter(torch.randn(self.heads, 13, 13))
 
@@ -117,8 +112,7 @@ class CosinePerHead(SelfAttention):
 class DifferentPerHead(SelfAttention):
     """Unit vectors by hand, and another temperature for every head."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.temperature = nn.Parameter(torch.tensor([4.0, 8.0, 12.0, 16.0])[:, None, None])
 
     def forward(self, x):

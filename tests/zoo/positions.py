@@ -90,8 +90,7 @@ class ScaledThenRotated(SelfAttention):
 class NormedThenRotated(Rotary):
     """Qwen 3's order."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.norm = nn.RMSNorm(self.head_dim)
 
     def rotate(self, x):
@@ -113,8 +112,7 @@ class Alibi(SelfAttention):
 class FoldedIntoInitialisation(SelfAttention):
     """T5's: no scale anywhere, the query's weights are smaller by √d instead; a learned bias by distance."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.relative = nn.Embedding(7, self.heads)
         nn.init.normal_(self.q_proj.weight, std=(self.q_proj.in_features * self.head_dim) ** -0.5)
         nn.init.normal_(self.k_proj.weight, std=self.q_proj.in_features**-0.5)
@@ -133,8 +131,7 @@ class FoldedIntoInitialisation(SelfAttention):
 class ShiftedWindows(SelfAttention):
     """Swin's: windows of six, a table of biases, and −100 between tokens that only the shift brought together."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.relative_position_bias_table = nn.Parameter(torch.randn(11, self.heads) * 0.02)
         self.scale = self.head_dim**-0.5
 
@@ -159,8 +156,7 @@ class ShiftedWindows(SelfAttention):
 class RelativeKeys(SelfAttention):
     """Shaw's: the query also meets an embedding of the distance, and the sum is scaled."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.distance = nn.Embedding(25, self.head_dim)
 
     def forward(self, x):
@@ -177,8 +173,7 @@ class RelativeKeys(SelfAttention):
 class ContentAndPosition(SelfAttention):
     """Transformer-XL's: (q + u)·k and (q + v)·r, shifted, added and scaled together."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.u, self.v = (nn.Parameter(torch.randn(self.heads, 1, self.head_dim) * 0.2) for _ in range(2))
         self.r_proj = nn.Linear(46, self.heads * self.head_dim, bias=False)
 
@@ -199,8 +194,7 @@ class ContentAndPosition(SelfAttention):
 class Sinks(SelfAttention):
     """A learned score for nothing at all, joined before the softmax and dropped after it."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.sinks = nn.Parameter(torch.randn(self.heads))
 
     def forward(self, x):

@@ -25,8 +25,7 @@ class AsPrinted(SelfAttention):
 class QueryScaledFirst(SelfAttention):
     """Scaled as it leaves its projection, before heads are split."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.scaling = self.head_dim**-0.5
 
     def forward(self, x):
@@ -72,8 +71,7 @@ class HalfBeforeHalfAfter(SelfAttention):
 class ScaleIsADivisor(SelfAttention):
     """An attribute named scale that holds √d, for dividing by."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.scale = math.sqrt(self.head_dim)
 
     def forward(self, x):
@@ -87,8 +85,7 @@ class ScaleIsADivisor(SelfAttention):
 class ScaleIsABuffer(SelfAttention):
     """√d as a tensor that moves with the module."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.register_buffer("scale", torch.sqrt(torch.tensor([float(self.head_dim)])))
 
     def forward(self, x):
@@ -137,8 +134,7 @@ class ScaledDotProduct(nn.Module):
 class OwnTemperatureModule(SelfAttention):
     """The scores are formed by a module without projections, inside the attention."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.inner = ScaledDotProduct(temperature=self.head_dim**0.5)
 
     def forward(self, x):

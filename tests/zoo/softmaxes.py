@@ -40,8 +40,7 @@ class InFloat32(Scores):
 class Modules(Scores):
     """nn.Softmax and nn.Dropout, as modules of the attention."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.softmax = nn.Softmax(dim=-1)
         self.drop = nn.Dropout(0.2)
 

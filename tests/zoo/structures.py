@@ -194,8 +194,7 @@ class SlidingWindows(SelfAttention):
 class TalkingHeads(SelfAttention):
     """Scores, and weights, mixed over heads by small linear maps that begin as the identity."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.before, self.after = (nn.Linear(self.heads, self.heads, bias=False) for _ in range(2))
         nn.init.eye_(self.before.weight)
         nn.init.eye_(self.after.weight)

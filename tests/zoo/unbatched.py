@@ -21,8 +21,7 @@ class Grouped(SelfAttention):
 class GptOssReference(Grouped):
     """OpenAI's reference of gpt-oss: keys expanded over the group, a sink beside the keys of each head."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.sinks = torch.nn.Parameter(torch.linspace(-1.0, 0.1, self.heads))
 
     def forward(self, x):
