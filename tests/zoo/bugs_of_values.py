@@ -2,7 +2,7 @@
 
 import torch
 
-from .entry import Bmm, Divided, bug
+from .entry import Divided, HeadsAsBatch, bug
 from .products import AsPrinted
 
 
@@ -33,5 +33,5 @@ class Saturated(AsPrinted):
 
 
 @bug("sharp", 69, 3, init=5.0)
-class SaturatedBmm(Divided, Bmm):
+class SaturatedBmm(Divided, HeadsAsBatch):
     """Behind other code."""

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from .entry import (
-    Bmm,
     Causal,
     Divided,
     Einsum,
     Entry,
     Expected,
+    HeadsAsBatch,
     SelfAttention,
     above_diagonal,
     bug,
@@ -37,7 +37,7 @@ class WeightsFilled(Einsum):
 
 
 @bug("weights_not_normalised", 51, 3)
-class WeightsTril(Divided, Bmm):
+class WeightsTril(Divided, HeadsAsBatch):
     """Weights hidden by tril, batched by hand."""
 
     def weigh(self, scores):

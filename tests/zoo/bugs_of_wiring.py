@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Bmm, Divided, HeadsLast, Kernel, SelfAttention, above_diagonal, bug
+from .entry import Divided, HeadsAsBatch, HeadsLast, Kernel, SelfAttention, above_diagonal, bug
 
 
 @bug("scale_after_softmax", 96, 3, scale=1.0)
@@ -146,7 +146,7 @@ class CapFarAway(Divided):
 
 
 @bug("softmax_wrong_axis", 55, 5)
-class OverQueriesOfBmm(Divided, Bmm):
+class OverQueriesOfBmm(Divided, HeadsAsBatch):
     """(batch · heads, queries, keys), and axis 1."""
 
     def weigh(self, scores):

@@ -3,7 +3,6 @@
 What cannot be read of them may be said in a note; none gets a warning or an error.
 """
 
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -246,7 +246,7 @@ class Einsum(SelfAttention):
         return torch.einsum("bhij,bhjd->bhid", weights, value)
 
 
-class Bmm(SelfAttention):
+class HeadsAsBatch(SelfAttention):
     """(batch · heads, length, head_dim) and torch.bmm."""
 
     layout = "nqk"

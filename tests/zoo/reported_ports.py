@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Bmm, Configuration, Einsum, Kernel, SelfAttention, above_diagonal, correct
+from .entry import Configuration, Einsum, HeadsAsBatch, Kernel, SelfAttention, above_diagonal, correct
 from .reported import Capped, Rotary, reported
 from .reported_norms import Normed, Unit
 
@@ -411,7 +411,7 @@ class LatentsInTwoProducts(SelfAttention):
 
 
 @correct(44, 4, **plain)
-class ScaledKey(Bmm):
+class ScaledKey(HeadsAsBatch):
     """BLOOM: the key is scaled, by baddbmm."""
 
     def product(self, query, key):
