@@ -1,6 +1,5 @@
 """Positions, in the queries and keys or in the scores."""
 
-
 import torch
 import torch.nn.functional as F
 from torch import nn
