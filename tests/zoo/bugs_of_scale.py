@@ -10,13 +10,11 @@ from .entry import Block, Configuration, Divided, Entry, Expected, Kernel, SelfA
 from .structures import ManyHeads
 
 
-@bug("scaled_by_model_dim", 33, 3, scale=33**-0.5)
-@bug("scaled_by_model_dim", 51, 3, scale=51**-0.5, init=1.0)
-class RootOfTheModel(SelfAttention):
+@bug("scaled_by_model_dim", 33, 3, scale=33**-0.5, step="multiplier")
+@bug("scaled_by_model_dim", 51, 3, scale=51**-0.5, init=1.0, step="multiplier")
+def root_of_the_model(self):
     """√d_model."""
-
-    def multiplier(self):
-        return self.d_model**-0.5
+    return self.d_model**-0.5
 
 
 @bug("scaled_by_model_dim", 35, 5, scale=35**-0.5, causal=True)
@@ -79,61 +77,48 @@ enter(
 )
 
 
-@bug("scaled_by_dim", 33, 3, scale=1 / 11)
-@bug("scaled_by_dim", 69, 3, scale=1 / 23, init=1.0)
-class NoRoot(SelfAttention):
+@bug("scaled_by_dim", 33, 3, scale=1 / 11, step="multiplier")
+@bug("scaled_by_dim", 69, 3, scale=1 / 23, init=1.0, step="multiplier")
+def no_root(self):
     """d_k for √d_k."""
-
-    def multiplier(self):
-        return 1 / self.head_dim
+    return 1 / self.head_dim
 
 
-@bug("scaled_by_dim", 39, 3, scale=1 / 13)
-class QueryAndScores(Divided):
+@bug("scaled_by_dim", 39, 3, scale=1 / 13, step="prepare", base=Divided)
+def query_and_scores(self, query, key):
     """Scaled twice: the query by hand, and the scores again."""
-
-    def prepare(self, query, key):
-        return query * self.head_dim**-0.5, key
+    return query * self.head_dim**-0.5, key
 
 
-@bug("scaled_by_dim", 51, 3, scale=1 / 17)
-class QueryAndKernel(SelfAttention):
+@bug("scaled_by_dim", 51, 3, scale=1 / 17, step="attend")
+def query_and_kernel(self, query, key, value):
     """Scaled twice: the query by hand, and by the kernel that does so itself."""
-
-    def attend(self, query, key, value):
-        return F.scaled_dot_product_attention(query / self.head_dim**0.5, key, value)
+    return F.scaled_dot_product_attention(query / self.head_dim**0.5, key, value)
 
 
-@bug("scaled_by_dim", 46, 2, scale=1 / 23)
-class QueryAndKey(SelfAttention):
+@bug("scaled_by_dim", 46, 2, scale=1 / 23, step="attend")
+def query_and_key(self, query, key, value):
     """Scaled twice: both by √d, where each should get its fourth root."""
-
-    def attend(self, query, key, value):
-        scores = torch.einsum("bhqd,bhkd->bhqk", query / self.head_dim**0.5, key / self.head_dim**0.5)
-        return scores.softmax(-1) @ value
+    scores = torch.einsum("bhqd,bhkd->bhqk", query / self.head_dim**0.5, key / self.head_dim**0.5)
+    return scores.softmax(-1) @ value
 
 
-@bug("unscaled", 96, 3, scale=1.0)
-@bug("unscaled", 51, 3, scale=1.0, init=1.0)
-class Unscaled(SelfAttention):
-    def multiplier(self):
-        return 1.0
+@bug("unscaled", 96, 3, scale=1.0, step="multiplier")
+@bug("unscaled", 51, 3, scale=1.0, init=1.0, step="multiplier")
+def unscaled(self):
+    return 1.0
 
 
-@bug("unscaled", 93, 3, scale=1.0)
-class NoMultiplication(SelfAttention):
+@bug("unscaled", 93, 3, scale=1.0, step="scale_product")
+def no_multiplication(self, product):
     """Not even a multiplication by one."""
-
-    def scale_product(self, product):
-        return product
+    return product
 
 
-@bug("unscaled", 57, 3, scale=1.0, init=1.0)
-class KernelToldOne(SelfAttention):
+@bug("unscaled", 57, 3, scale=1.0, init=1.0, step="attend")
+def kernel_told_one(self, query, key, value):
     """SDPA(scale=1.0), and nobody scaled before."""
-
-    def attend(self, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, scale=1.0)
+    return F.scaled_dot_product_attention(query, key, value, scale=1.0)
 
 
 @bug("unscaled", 69, 3, scale=1.0, init=1.0)
@@ -147,20 +132,16 @@ class BiasScaledInstead(SelfAttention):
         return product + self.bias / math.sqrt(self.head_dim)
 
 
-@bug("unusual_scale", 33, 3, scale=11**0.5)
-class Multiplied(SelfAttention):
+@bug("unusual_scale", 33, 3, scale=11**0.5, step="multiplier")
+def multiplied(self):
     """√d on the wrong side of the fraction."""
-
-    def multiplier(self):
-        return self.head_dim**0.5
+    return self.head_dim**0.5
 
 
-@bug("unusual_scale", 39, 3, scale=0.05)
-class AnyNumber(SelfAttention):
+@bug("unusual_scale", 39, 3, scale=0.05, step="multiplier")
+def any_number(self):
     """A number that nothing in the model explains."""
-
-    def multiplier(self):
-        return 0.05
+    return 0.05
 
 
 @bug("unusual_scale", 57, 3)
@@ -193,18 +174,14 @@ class KernelIgnoresTheConfiguration(Kernel):
     config = Configuration(query_pre_attn_scalar=60, num_attention_heads=3)
 
 
-@bug("unusual_scale", 69, 3, scale=3**-0.5)
-class RootOfTheHeads(SelfAttention):
+@bug("unusual_scale", 69, 3, scale=3**-0.5, step="multiplier")
+def root_of_the_heads(self):
     """√heads for √d_k."""
-
-    def multiplier(self):
-        return self.heads**-0.5
+    return self.heads**-0.5
 
 
-@bug("unusual_scale", 57, 3, scale=13**-0.5)
-class RootOfTheLength(SelfAttention):
+@bug("unusual_scale", 57, 3, scale=13**-0.5, step="attend")
+def root_of_the_length(self, query, key, value):
     """The wrong axis of the key: its length."""
-
-    def attend(self, query, key, value):
-        key = key.transpose(-2, -1)
-        return (query @ key / math.sqrt(key.size(-1))).softmax(-1) @ value
+    key = key.transpose(-2, -1)
+    return (query @ key / math.sqrt(key.size(-1))).softmax(-1) @ value

@@ -20,34 +20,27 @@ from .entry import (
 )
 
 
-@bug("weights_not_normalised", 33, 3)
-class MaskTimesWeights(Divided):
+@bug("weights_not_normalised", 33, 3, step="weigh", base=Divided)
+def mask_times_weights(self, scores):
     """The mask multiplies the weights, and nobody divides by what is left."""
-
-    def weigh(self, scores):
-        return scores.softmax(-1) * torch.ones(scores.shape[-2:]).tril()
+    return scores.softmax(-1) * torch.ones(scores.shape[-2:]).tril()
 
 
-@bug("weights_not_normalised", 39, 3)
-class WeightsFilled(Einsum):
+@bug("weights_not_normalised", 39, 3, step="weigh", base=Einsum)
+def weights_filled(self, scores):
     """Weights hidden by masked_fill, and einsum."""
-
-    def weigh(self, scores):
-        return torch.softmax(scores, dim=-1).masked_fill(above_diagonal(scores.shape[-1]), 0.0)
+    return torch.softmax(scores, dim=-1).masked_fill(above_diagonal(scores.shape[-1]), 0.0)
 
 
-@bug("weights_not_normalised", 51, 3)
-class WeightsTril(Divided, HeadsAsBatch):
+@bug("weights_not_normalised", 51, 3, step="weigh", base=(Divided, HeadsAsBatch))
+def weights_tril(self, scores):
     """Weights hidden by tril, batched by hand."""
-
-    def weigh(self, scores):
-        return F.softmax(scores, dim=2).tril()
+    return F.softmax(scores, dim=2).tril()
 
 
-@bug("softmax_twice", 33, 3)
-class SoftmaxOfSoftmax(Divided):
-    def weigh(self, scores):
-        return F.softmax(scores.softmax(-1), dim=-1)
+@bug("softmax_twice", 33, 3, step="weigh", base=Divided)
+def softmax_of_softmax(self, scores):
+    return F.softmax(scores.softmax(-1), dim=-1)
 
 
 @bug("softmax_twice", 46, 2, causal=True)
@@ -61,12 +54,10 @@ class SoftmaxInAModuleToo(Divided, Causal):
         return self.softmax(self.dropout(torch.softmax(scores, -1)))
 
 
-@bug("dropout_before_softmax", 57, 3, train=True)
-class DropoutOnScores(Divided):
+@bug("dropout_before_softmax", 57, 3, train=True, step="adjust", base=Divided)
+def dropout_on_scores(self, scores):
     """A score of zero is not a weight of zero."""
-
-    def adjust(self, scores):
-        return F.dropout(scores, 0.2, self.training)
+    return F.dropout(scores, 0.2, self.training)
 
 
 @bug("dropout_before_softmax", 38, 2, train=True, causal=True)
@@ -80,30 +71,24 @@ class DropoutModuleOnScores(SelfAttention):
         return self.dropout(scores).masked_fill(above_diagonal(scores.shape[-1]), -1e9)
 
 
-@bug("undefined_rows", 39, 3, causal=None)
-class NobodyToLookAt(Divided):
+@bug("undefined_rows", 39, 3, causal=None, step="adjust", base=Divided)
+def nobody_to_look_at(self, scores):
     """A mask that hides the first key from all, and the diagonal rule that leaves the first query nothing else."""
-
-    def adjust(self, scores):
-        hidden = above_diagonal(scores.shape[-1]).clone()
-        hidden[:, 0] = True
-        return scores.masked_fill(hidden, -torch.inf)
+    hidden = above_diagonal(scores.shape[-1]).clone()
+    hidden[:, 0] = True
+    return scores.masked_fill(hidden, -torch.inf)
 
 
-@bug("undefined_rows", 35, 5, causal=None)
-class StrictlyThePast(Divided, Einsum):
+@bug("undefined_rows", 35, 5, causal=None, step="adjust", base=(Divided, Einsum))
+def strictly_the_past(self, scores):
     """triu(0) for triu(1): no token sees itself, and the first sees nothing."""
-
-    def adjust(self, scores):
-        return scores + torch.full(scores.shape[-2:], -torch.inf).triu(0)
+    return scores + torch.full(scores.shape[-2:], -torch.inf).triu(0)
 
 
-@bug("softcap_before_scale", 66, 3, softcap=30 * 22**-0.5)
-class CapThenScale(SelfAttention):
+@bug("softcap_before_scale", 66, 3, softcap=30 * 22**-0.5, step="scale_product")
+def cap_then_scale(self, product):
     """30·tanh(q·k/30)/√d: capped at 6.4, and bent from there on."""
-
-    def scale_product(self, product):
-        return 30.0 * torch.tanh(product / 30.0) / math.sqrt(self.head_dim)
+    return 30.0 * torch.tanh(product / 30.0) / math.sqrt(self.head_dim)
 
 
 @bug("softcap_before_scale", 57, 3, softcap=50 * 19**-0.5, causal=True)
@@ -136,26 +121,22 @@ class KeysInterleavedValuesTiled(Grouped, Divided):
     pass
 
 
-@bug("heads_mispaired", 78, 6, kv_heads=3, causal=True)
-class KeysInterleavedValuesTiledInAKernel(Grouped):
-    def attend(self, query, key, value):
-        return F.scaled_dot_product_attention(query, *self.spread(key, value), is_causal=True)
+@bug("heads_mispaired", 78, 6, kv_heads=3, causal=True, step="attend", base=Grouped)
+def keys_interleaved_values_tiled_in_a_kernel(self, query, key, value):
+    return F.scaled_dot_product_attention(query, *self.spread(key, value), is_causal=True)
 
 
-@bug("heads_mispaired", 52, 4, kv_heads=2)
-class ValuesExpandedTheOtherWay(Grouped, Divided, Einsum):
+@bug("heads_mispaired", 52, 4, kv_heads=2, step="spread", base=(Grouped, Divided, Einsum))
+def values_expanded_the_other_way(self, key, value):
     """expand before the key heads for the keys, after them for the values."""
-
-    def spread(self, key, value):
-        group = self.heads // self.kv_heads
-        key = key[:, None].expand(-1, group, -1, -1, -1).flatten(1, 2)
-        return key, value[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+    group = self.heads // self.kv_heads
+    key = key[:, None].expand(-1, group, -1, -1, -1).flatten(1, 2)
+    return key, value[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
 
 
-@bug("no_gradient", 33, 3)
-class QueriesDetached(Divided):
-    def prepare(self, query, key):
-        return query.detach(), key
+@bug("no_gradient", 33, 3, step="prepare", base=Divided)
+def queries_detached(self, query, key):
+    return query.detach(), key
 
 
 @bug("no_gradient", 39, 3, causal=True)
@@ -227,17 +208,13 @@ enter(
 )
 
 
-@bug("dropout_in_evaluation", 33, 3)
-class FunctionalDropout(Divided):
+@bug("dropout_in_evaluation", 33, 3, step="weigh", base=Divided)
+def functional_dropout(self, scores):
     """F.dropout drops in evaluation too, unless it is told not to."""
-
-    def weigh(self, scores):
-        return F.dropout(scores.softmax(-1), 0.1)
+    return F.dropout(scores.softmax(-1), 0.1)
 
 
-@bug("dropout_in_evaluation", 39, 3)
-class KernelDropout(SelfAttention):
+@bug("dropout_in_evaluation", 39, 3, step="attend")
+def kernel_dropout(self, query, key, value):
     """As does SDPA."""
-
-    def attend(self, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)

@@ -38,18 +38,15 @@ class OverQueries(Divided):
         return torch.softmax(scores, dim=-2)
 
 
-@bug("softmax_wrong_axis", 69, 3, causal=True)
-class OverQueriesMasked(OverQueries):
+@bug("softmax_wrong_axis", 69, 3, causal=True, step="adjust", base=OverQueries)
+def over_queries_masked(self, scores):
     """Behind a causal mask."""
-
-    def adjust(self, scores):
-        return scores.masked_fill(above_diagonal(scores.shape[-1]), -1e9)
+    return scores.masked_fill(above_diagonal(scores.shape[-1]), -1e9)
 
 
-@bug("softmax_wrong_axis", 39, 3)
-class OverHeads(Divided):
-    def weigh(self, scores):
-        return F.softmax(scores, dim=1)
+@bug("softmax_wrong_axis", 39, 3, step="weigh", base=Divided)
+def over_heads(self, scores):
+    return F.softmax(scores, dim=1)
 
 
 @bug("softmax_wrong_axis", 51, 3)
@@ -59,10 +56,9 @@ class OverHeadsOfAnEinsum(Divided, HeadsLast):
     scored, mixed = "bqhd,bkhd->bqkh", "bqkh,bkhd->bqhd"
 
 
-@bug("softmax_wrong_axis", 57, 3)
-class OverTheBatch(Divided):
-    def weigh(self, scores):
-        return F.softmax(scores, dim=0)
+@bug("softmax_wrong_axis", 57, 3, step="weigh", base=Divided)
+def over_the_batch(self, scores):
+    return F.softmax(scores, dim=0)
 
 
 @bug("softmax_wrong_axis", 38, 2)
@@ -88,22 +84,18 @@ class NormsNeverCalled(Normed, Kernel):
     pass
 
 
-@bug("inert_qk_norm", 39, 3)
-class NormsThrownAway(Normed, Divided):
+@bug("inert_qk_norm", 39, 3, step="prepare", base=(Normed, Divided))
+def norms_thrown_away(self, query, key):
     """Called, and the result not kept."""
-
-    def prepare(self, query, key):
-        self.q_norm(query)
-        self.k_norm(key)
-        return query, key
+    self.q_norm(query)
+    self.k_norm(key)
+    return query, key
 
 
-@bug("inert_qk_norm", 51, 3)
-class NormOfTheQueryAlone(Normed, Kernel):
+@bug("inert_qk_norm", 51, 3, step="prepare", base=(Normed, Kernel))
+def norm_of_the_query_alone(self, query, key):
     """The query is normalised, the key's norm forgotten."""
-
-    def prepare(self, query, key):
-        return self.q_norm(query), key
+    return self.q_norm(query), key
 
 
 @bug("inert_qk_norm", 57, 3, causal=True)
@@ -145,17 +137,13 @@ class CapFarAway(Divided):
         return torch.tanh(scores / self.softcap) * self.softcap
 
 
-@bug("softmax_wrong_axis", 55, 5)
-class OverQueriesOfBmm(Divided, HeadsAsBatch):
+@bug("softmax_wrong_axis", 55, 5, step="weigh", base=(Divided, HeadsAsBatch))
+def over_queries_of_bmm(self, scores):
     """(batch · heads, queries, keys), and axis 1."""
-
-    def weigh(self, scores):
-        return torch.softmax(scores, dim=1)
+    return torch.softmax(scores, dim=1)
 
 
-@bug("softmax_wrong_axis", 46, 2)
-class OverAllPairs(Divided):
+@bug("softmax_wrong_axis", 46, 2, step="weigh", base=Divided)
+def over_all_pairs(self, scores):
     """Queries and keys flattened into one axis: all weights of a head sum to one."""
-
-    def weigh(self, scores):
-        return scores.flatten(2).softmax(-1).view_as(scores)
+    return scores.flatten(2).softmax(-1).view_as(scores)

@@ -32,35 +32,29 @@ class Slots(nn.Module):
         return self.back(slots.mean(1, keepdim=True).expand_as(x))
 
 
-@correct(33, 1, **UNREAD)
-class SlotsOverQueries(Slots):
+@correct(33, 1, **UNREAD, step="updates", base=Slots)
+def slots_over_queries(self, query, key, value):
     """einsum, dim=1 of (batch, slots, inputs)."""
-
-    def updates(self, query, key, value):
-        dots = torch.einsum("bid,bjd->bij", query, key) * query.shape[-1] ** -0.5
-        weights = dots.softmax(dim=1) + 1e-8
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-        return torch.einsum("bjd,bij->bid", value, weights)
+    dots = torch.einsum("bid,bjd->bij", query, key) * query.shape[-1] ** -0.5
+    weights = dots.softmax(dim=1) + 1e-8
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    return torch.einsum("bjd,bij->bid", value, weights)
 
 
-@correct(39, 1, **UNREAD)
-class SlotsLast(Slots):
+@correct(39, 1, **UNREAD, step="updates", base=Slots)
+def slots_last(self, query, key, value):
     """Inputs first: softmax over the last axis, which is the slots'; normalised over the first."""
-
-    def updates(self, query, key, value):
-        logits = key @ query.transpose(1, 2) * query.shape[-1] ** -0.5
-        weights = F.softmax(logits, dim=-1) + 1e-8
-        weights = weights / torch.sum(weights, dim=1, keepdim=True)
-        return weights.transpose(1, 2) @ value
+    logits = key @ query.transpose(1, 2) * query.shape[-1] ** -0.5
+    weights = F.softmax(logits, dim=-1) + 1e-8
+    weights = weights / torch.sum(weights, dim=1, keepdim=True)
+    return weights.transpose(1, 2) @ value
 
 
-@correct(51, 1, **UNREAD)
-class SlotsMixedThenDivided(Slots):
+@correct(51, 1, **UNREAD, step="updates", base=Slots)
+def slots_mixed_then_divided(self, query, key, value):
     """The average taken after the sum."""
-
-    def updates(self, query, key, value):
-        weights = (query @ key.mT / math.sqrt(query.shape[-1])).softmax(-2)
-        return (weights @ value) / weights.sum(-1, keepdim=True)
+    weights = (query @ key.mT / math.sqrt(query.shape[-1])).softmax(-2)
+    return (weights @ value) / weights.sum(-1, keepdim=True)
 
 
 @correct(66, 3, **UNREAD)
@@ -113,13 +107,11 @@ class TransposedAttention(nn.Module):
         return self.out((weights @ value).flatten(1, 2)).transpose(1, 2)
 
 
-@correct(60, 4, statistics="none", calls=None, scale=None, seen_heads=None, seen_dim=None)
-class Sinkhorn(Divided):
+@correct(60, 4, statistics="none", calls=None, scale=None, seen_heads=None, seen_dim=None, step="weigh", base=Divided)
+def sinkhorn(self, scores):
     """Rows and columns normalised in turns, the rows last."""
-
-    def weigh(self, scores):
-        weights = torch.exp(scores)
-        for _ in range(3):
-            weights = weights / weights.sum(-2, keepdim=True)
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights
+    weights = torch.exp(scores)
+    for _ in range(3):
+        weights = weights / weights.sum(-2, keepdim=True)
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights

@@ -56,18 +56,16 @@ enter(
 )
 
 
-@correct(35, 5, shape=(2, 20, 35), **UNREAD)
-class NystromScaledQuery(Nystrom):
+@correct(35, 5, shape=(2, 20, 35), **UNREAD, step="attend", base=Nystrom)
+def nystrom_scaled_query(self, query, key, value):
     """The reference implementation's: the query alone is scaled, an exact pseudo-inverse."""
-
-    def attend(self, query, key, value):
-        query = query * self.head_dim**-0.5
-        q_marks, k_marks = (y.unflatten(2, (self.landmarks, -1)).mean(3) for y in (query, key))
-        first, middle, last = (
-            torch.einsum("...id,...jd->...ij", *pair).softmax(-1)
-            for pair in ((query, k_marks), (q_marks, k_marks), (q_marks, key))
-        )
-        return first @ torch.linalg.pinv(middle) @ (last @ value)
+    query = query * self.head_dim**-0.5
+    q_marks, k_marks = (y.unflatten(2, (self.landmarks, -1)).mean(3) for y in (query, key))
+    first, middle, last = (
+        torch.einsum("...id,...jd->...ij", *pair).softmax(-1)
+        for pair in ((query, k_marks), (q_marks, k_marks), (q_marks, key))
+    )
+    return first @ torch.linalg.pinv(middle) @ (last @ value)
 
 
 @correct(68, 4, statistics="none")

@@ -14,22 +14,15 @@ from .reported_norms import LearnedLogit, Normed, NormedByFunction, Unit
 plain = dict(statistics="none")
 
 
-@correct(128, 2, scale=1.0, **plain)
-class NormedWithScalarOfOne(Normed):
+@correct(128, 2, scale=1.0, **plain, step="multiplier", base=Normed, config=Configuration(query_pre_attn_scalar=1.0))
+def normed_with_scalar_of_one(self):
     """query_pre_attn_scalar = 1 after a norm: the gains are to learn the scale."""
-
-    config = Configuration(query_pre_attn_scalar=1.0)
-
-    def multiplier(self):
-        return 1.0
+    return 1.0
 
 
-@correct(128, 2, scale=1.0, **plain)
-class NormedWithMultiplierOfOne(Normed):
-    config = Configuration(attention_multiplier=1.0)
-
-    def multiplier(self):
-        return self.config.attention_multiplier
+@correct(128, 2, scale=1.0, **plain, step="multiplier", base=Normed, config=Configuration(attention_multiplier=1.0))
+def normed_with_multiplier_of_one(self):
+    return self.config.attention_multiplier
 
 
 @correct(128, 2, scale=1.0, **plain)
@@ -42,12 +35,10 @@ class NormedWithScalingOfOne(Normed):
         return self.scaling
 
 
-@correct(96, 4, scale=0.12, **plain)
-class NormedWithItsOwnConstant(NormedByFunction):
+@correct(96, 4, scale=0.12, **plain, step="multiplier", base=NormedByFunction)
+def normed_with_its_own_constant(self):
     """Speed runs normalise without gains and multiply by 0.12."""
-
-    def multiplier(self):
-        return 0.12
+    return 0.12
 
 
 @correct(92, 4, scale=1 / 0.07, **plain)
@@ -112,24 +103,20 @@ class LinearStretch(Rotary):
     amplitude = 1.0
 
 
-@correct(60, 4, causal=None, **plain)
-class MaskByIndexAssignment(SelfAttention):
+@correct(60, 4, causal=None, **plain, step="adjust")
+def mask_by_index_assignment(self, scores):
     """scores[:, :, mask == 0] = −inf."""
-
-    def adjust(self, scores):
-        mask = ~above_diagonal(scores.shape[-1])
-        scores[:, :, mask == 0] = float("-inf")
-        return scores
+    mask = ~above_diagonal(scores.shape[-1])
+    scores[:, :, mask == 0] = float("-inf")
+    return scores
 
 
-@correct(52, 4, causal=None, **plain)
-class MaskBySlices(SelfAttention):
+@correct(52, 4, causal=None, **plain, step="adjust")
+def mask_by_slices(self, scores):
     """The last keys of a sequence are padding, and a slice of the scores is set."""
-
-    def adjust(self, scores):
-        scores = scores.clone()
-        scores[1:, :, :, 9:] = float("-inf")
-        return scores
+    scores = scores.clone()
+    scores[1:, :, :, 9:] = float("-inf")
+    return scores
 
 
 @correct(92, 4, scale=0.37, **plain)
@@ -180,12 +167,10 @@ class FourthRoots(SelfAttention):
         return 1.0
 
 
-@correct(44, 4, **plain)
-class ScaledByHandForAKernel(SelfAttention):
+@correct(44, 4, **plain, step="attend")
+def scaled_by_hand_for_a_kernel(self, query, key, value):
     """The query scaled, and the kernel told not to."""
-
-    def attend(self, query, key, value):
-        return F.scaled_dot_product_attention(query * self.head_dim**-0.5, key, value, scale=1.0)
+    return F.scaled_dot_product_attention(query * self.head_dim**-0.5, key, value, scale=1.0)
 
 
 @correct(64, 4, head_dim=10, seen_dim=10, **plain)

@@ -36,11 +36,10 @@ class ScalableSoftmaxCausal(Causal):
         return query * (self.s * length), key
 
 
-@correct(34, 2, scale=None, causal=True)
-class ScalableSoftmaxInAKernel(ScalableSoftmaxCausal):
-    def attend(self, query, key, value):
-        note(self, lambda: self.adjust(query @ key.mT * self.head_dim**-0.5))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+@correct(34, 2, scale=None, causal=True, step="attend", base=ScalableSoftmaxCausal)
+def scalable_softmax_in_a_kernel(self, query, key, value):
+    note(self, lambda: self.adjust(query @ key.mT * self.head_dim**-0.5))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 @correct(38, 2)

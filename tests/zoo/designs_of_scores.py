@@ -160,30 +160,24 @@ class RelativeShift(Causal):
         return content + padded[:, :, 1:]
 
 
-@correct(48, 4, scale=None, statistics="none")
-class Distances(Divided):
+@correct(48, 4, scale=None, statistics="none", step="product", base=Divided)
+def distances(self, query, key):
     """Minus the squared distance of query and key, over √d: q·k counts twice, and their lengths are added."""
-
-    def product(self, query, key):
-        lengths = query.square().sum(-1, keepdim=True) + key.square().sum(-1)[:, :, None]
-        return -(lengths - 2 * query @ key.mT)
+    lengths = query.square().sum(-1, keepdim=True) + key.square().sum(-1)[:, :, None]
+    return -(lengths - 2 * query @ key.mT)
 
 
-@correct(52, 4, causal=True, statistics="none")
-class MultipliedAndTakenOff(Divided):
+@correct(52, 4, causal=True, statistics="none", step="adjust", base=Divided)
+def multiplied_and_taken_off(self, scores):
     """GPT-2's first: scores times the mask, less 1e10 where it is zero; and a switch for every head."""
-
-    def adjust(self, scores):
-        shown = (~above_diagonal(scores.shape[-1])).float()
-        scores = scores * torch.ones(self.heads, 1, 1)
-        return scores * shown - 1e10 * (1 - shown)
+    shown = (~above_diagonal(scores.shape[-1])).float()
+    scores = scores * torch.ones(self.heads, 1, 1)
+    return scores * shown - 1e10 * (1 - shown)
 
 
-@correct(57, 3, statistics="shape")
-class Adjacent(Divided):
+@correct(57, 3, statistics="shape", step="adjust", base=Divided)
+def adjacent(self, scores):
     """One is added to the scores of neighbours in a graph, and to those of a few keys that everybody should see."""
-
-    def adjust(self, scores):
-        at = torch.arange(scores.shape[-1])
-        neighbours, everybody = ((at[:, None] - at).abs() % 5 == 1).float(), (at % 4 == 1).float()
-        return scores + neighbours + everybody
+    at = torch.arange(scores.shape[-1])
+    neighbours, everybody = ((at[:, None] - at).abs() % 5 == 1).float(), (at % 4 == 1).float()
+    return scores + neighbours + everybody

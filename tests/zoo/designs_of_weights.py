@@ -26,12 +26,10 @@ class Differential(SelfAttention):
         return (first - self.lam * second) @ value
 
 
-@correct(51, 3, statistics="none")
-class OffByOne(Divided):
+@correct(51, 3, statistics="none", step="weigh", base=Divided)
+def off_by_one(self, scores):
     """Softmax plus one: a zero among the scores, which takes what no key wants."""
-
-    def weigh(self, scores):
-        return F.softmax(F.pad(scores, (1, 0)), dim=-1)[..., 1:]
+    return F.softmax(F.pad(scores, (1, 0)), dim=-1)[..., 1:]
 
 
 @correct(48, 3, statistics="none", **{name: UNREAD[name] for name in ("seen_heads", "seen_dim", "calls", "scale")})
@@ -95,53 +93,41 @@ class Masked(Divided):
         return self.weights(scores, shown[:, None, None])
 
 
-@correct(33, 3, statistics="none")
-class MaskedThenNormalised(Masked):
+@correct(33, 3, statistics="none", step="weights", base=Masked)
+def masked_then_normalised(self, scores, shown):
     """Weights times the mask, over what is left of their sum."""
-
-    def weights(self, scores, shown):
-        weights = scores.softmax(-1) * shown
-        return weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
+    weights = scores.softmax(-1) * shown
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
-@correct(39, 3, statistics="none")
-class MaskedTwice(Masked):
+@correct(39, 3, statistics="none", step="weights", base=Masked)
+def masked_twice(self, scores, shown):
     """Before the softmax, and once more behind it, where nothing is left to hide."""
-
-    def weights(self, scores, shown):
-        return scores.masked_fill(~shown, -1e9).softmax(-1).masked_fill(~shown, 0.0)
+    return scores.masked_fill(~shown, -1e9).softmax(-1).masked_fill(~shown, 0.0)
 
 
-@correct(51, 3, statistics="none")
-class EmptyRowsSetToZero(Masked):
+@correct(51, 3, statistics="none", step="weights", base=Masked)
+def empty_rows_set_to_zero(self, scores, shown):
     """Rows without a key are NaN, and set to zero before they meet the values."""
-
-    def weights(self, scores, shown):
-        hidden = ~(shown & shown.transpose(-2, -1))
-        return torch.nan_to_num(scores.masked_fill(hidden, -torch.inf).softmax(-1))
+    hidden = ~(shown & shown.transpose(-2, -1))
+    return torch.nan_to_num(scores.masked_fill(hidden, -torch.inf).softmax(-1))
 
 
-@correct(46, 2, statistics="none")
-class RowsOfPaddingSwitchedOff(Masked):
+@correct(46, 2, statistics="none", step="weights", base=Masked)
+def rows_of_padding_switched_off(self, scores, shown):
     """Queries that are padding get no weights at all."""
-
-    def weights(self, scores, shown):
-        return scores.masked_fill(~shown, -torch.inf).softmax(-1) * shown.transpose(-2, -1)
+    return scores.masked_fill(~shown, -torch.inf).softmax(-1) * shown.transpose(-2, -1)
 
 
-@correct(57, 3, statistics="none", train=True)
-class GatedWeights(Divided):
+@correct(57, 3, statistics="none", train=True, step="weigh", base=Divided)
+def gated_weights(self, scores):
     """A gate of its own for every query and key, learned, on weights that were dropped."""
-
-    def weigh(self, scores):
-        gate = torch.sigmoid(scores.detach().mean(1, keepdim=True))
-        return F.dropout(scores.softmax(-1), 0.1, self.training) * gate
+    gate = torch.sigmoid(scores.detach().mean(1, keepdim=True))
+    return F.dropout(scores.softmax(-1), 0.1, self.training) * gate
 
 
-@correct(44, 4, statistics="none")
-class LargestFive(Divided):
+@correct(44, 4, statistics="none", step="adjust", base=Divided)
+def largest_five(self, scores):
     """Only the five largest scores of a row are kept."""
-
-    def adjust(self, scores):
-        fifth = scores.topk(5, dim=-1).values[..., -1:]
-        return scores.masked_fill(scores < fifth, -torch.inf)
+    fifth = scores.topk(5, dim=-1).values[..., -1:]
+    return scores.masked_fill(scores < fifth, -torch.inf)

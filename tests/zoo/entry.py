@@ -58,9 +58,10 @@ def enter(entry: Entry) -> None:
 
 def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=..., causal=False, softcap=None,
             calls=1, shape=None, inputs=None, seen_heads=..., seen_dim=..., init=None, code=None, train=False,
-            statistics="all", tolerance=1e-3, gradients=True, layers=1):  # fmt: skip
-    """Enter the class as the attention of a residual block: `Block.attention`, built with (d_model, heads, …).
+            statistics="all", tolerance=1e-3, gradients=True, layers=1, step=None, base=None, **members):  # fmt: skip
+    """Enter a class as the attention of a residual block: `Block.attention`, built with (d_model, heads, …).
 
+    A function is entered as a class that has it as its only step, and these other members (`config`, `layout`).
     The scale is 1/√d_k where nothing else is said, and heads and head_dim are seen as they are built. One line that
     attends by several rows of its parameters shows as many layers.
     """
@@ -75,7 +76,10 @@ def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=...
         calls=calls,
     )
 
-    def wrap(cls):
+    def wrap(design):
+        assert members.keys() <= {"config", "layout"}, members
+        cls = design if isinstance(design, type) else _with_step(design, step, base, members)
+
         def make():
             attention = cls(d_model, heads, head_dim=head_dim, kv_heads=kv_heads)
             if init is not None:
@@ -89,6 +93,12 @@ def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=...
         return cls
 
     return wrap
+
+
+def _with_step(function, step, base, members):
+    name = "".join(word[:1].upper() + word[1:] for word in function.__name__.split("_"))
+    bases = base if isinstance(base, tuple) else (base or SelfAttention,)
+    return type(name, bases, {step: function, "__module__": function.__module__, **members})
 
 
 def bug(code: str, d_model: int, heads: int, **expected):

@@ -24,33 +24,28 @@ def sdpa(owner, query, key, value, mask=None, *, is_causal=False, scale=None, **
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale, **arguments)
 
 
-@correct(33, 3)
-class Plain(SelfAttention):
-    def attend(self, query, key, value):
-        return sdpa(self, query, key, value)
+@correct(33, 3, step="attend")
+def plain(self, query, key, value):
+    return sdpa(self, query, key, value)
 
 
-@correct(39, 3, causal=True)
-class Causal(SelfAttention):
-    def attend(self, query, key, value):
-        return sdpa(self, query, key, value, is_causal=True)
+@correct(39, 3, causal=True, step="attend")
+def causal(self, query, key, value):
+    return sdpa(self, query, key, value, is_causal=True)
 
 
-@correct(35, 5)
-class PaddingMask(SelfAttention):
+@correct(35, 5, step="attend")
+def padding_mask(self, query, key, value):
     """A boolean mask, True where a key may be seen."""
-
-    def attend(self, query, key, value):
-        real = torch.arange(13) < torch.tensor([[13], [8]])
-        return sdpa(self, query, key, value, real[:, None, None, :])
+    real = torch.arange(13) < torch.tensor([[13], [8]])
+    return sdpa(self, query, key, value, real[:, None, None, :])
 
 
-@correct(51, 3, causal=True)
-class FloatCausalMask(SelfAttention):
-    def attend(self, query, key, value):
-        hidden = above_diagonal(query.shape[2])
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
-        return sdpa(self, query, key, value, mask)
+@correct(51, 3, causal=True, step="attend")
+def float_causal_mask(self, query, key, value):
+    hidden = above_diagonal(query.shape[2])
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    return sdpa(self, query, key, value, mask)
 
 
 @correct(57, 3)
@@ -74,24 +69,20 @@ class OwnScale(SelfAttention):
         return sdpa(self, query, key, value, scale=self.scale)
 
 
-@correct(69, 3)
-class ScaledBefore(SelfAttention):
+@correct(69, 3, step="attend")
+def scaled_before(self, query, key, value):
     """The query carries the scale, the kernel is told not to."""
-
-    def attend(self, query, key, value):
-        return sdpa(self, query * self.head_dim**-0.5, key, value, scale=1.0)
+    return sdpa(self, query * self.head_dim**-0.5, key, value, scale=1.0)
 
 
-@correct(66, 6, kv_heads=2, causal=True)
-class Grouped(SelfAttention):
-    def attend(self, query, key, value):
-        return sdpa(self, query, key, value, is_causal=True, enable_gqa=True)
+@correct(66, 6, kv_heads=2, causal=True, step="attend")
+def grouped(self, query, key, value):
+    return sdpa(self, query, key, value, is_causal=True, enable_gqa=True)
 
 
-@correct(34, 2, train=True)
-class WithDropout(SelfAttention):
-    def attend(self, query, key, value):
-        return sdpa(self, query, key, value, dropout_p=0.2 if self.training else 0.0)
+@correct(34, 2, train=True, step="attend")
+def with_dropout(self, query, key, value):
+    return sdpa(self, query, key, value, dropout_p=0.2 if self.training else 0.0)
 
 
 @correct(19, 1)
@@ -115,34 +106,30 @@ class Axial(SelfAttention):
         return self.out_proj(sdpa(self, *heads).transpose(2, 3).flatten(3))
 
 
-@correct(55, 5, causal=True, shape=(2, 5, 55))
-class LowerRight(SelfAttention):
+@correct(55, 5, causal=True, shape=(2, 5, 55), step="attend")
+def lower_right(self, query, key, value):
     """Five new tokens after eight remembered ones, by torch's own bias class."""
-
-    def attend(self, query, key, value):
-        past = torch.linspace(-1, 1, 2 * self.heads * 8 * self.head_dim).view(2, self.heads, 8, self.head_dim)
-        key, value = torch.cat([past, key], 2), torch.cat([past, value], 2)
-        note(self, lambda: dense(query, key), hidden=above_diagonal(5, 13))
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(5, 13))
+    past = torch.linspace(-1, 1, 2 * self.heads * 8 * self.head_dim).view(2, self.heads, 8, self.head_dim)
+    key, value = torch.cat([past, key], 2), torch.cat([past, value], 2)
+    note(self, lambda: dense(query, key), hidden=above_diagonal(5, 13))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(5, 13))
 
 
 def causal_mod(batch, head, q, k):
     return q >= k
 
 
-@correct(64, 4, causal=True, softcap=30.0, gradients=False)
-class FlexSoftcap(SelfAttention):
+@correct(64, 4, causal=True, softcap=30.0, gradients=False, step="attend")
+def flex_softcap(self, query, key, value):
     """FlexAttention with a soft-cap for a score_mod and a causal block mask."""
+    length = query.shape[2]
+    note(self, lambda: 30 * torch.tanh(dense(query, key) / 30), hidden=above_diagonal(length))
+    blocks = create_block_mask(causal_mod, None, None, length, length, device="cpu")
 
-    def attend(self, query, key, value):
-        length = query.shape[2]
-        note(self, lambda: 30 * torch.tanh(dense(query, key) / 30), hidden=above_diagonal(length))
-        blocks = create_block_mask(causal_mod, None, None, length, length, device="cpu")
+    def softcap(score, batch, head, q, k):
+        return 30.0 * torch.tanh(score / 30.0)
 
-        def softcap(score, batch, head, q, k):
-            return 30.0 * torch.tanh(score / 30.0)
-
-        return flex_attention(query, key, value, score_mod=softcap, block_mask=blocks)
+    return flex_attention(query, key, value, score_mod=softcap, block_mask=blocks)
 
 
 @correct(96, 6, kv_heads=3, scale=0.2, gradients=False)

@@ -24,64 +24,51 @@ class Fused(Projected):
         self.qkv, self.out_proj = nn.Linear(self.d_model, 3 * width, bias=False), nn.Linear(width, self.d_model)
 
 
-@correct(33, 3)
-class ThreeHeadsDim(Fused):
+@correct(33, 3, step="project", base=Fused)
+def three_heads_dim(self, x):
     """view(batch, length, 3, heads, head_dim), as in vision transformers."""
-
-    def project(self, x):
-        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, self.head_dim)
-        return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, self.head_dim)
+    return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
 
-@correct(39, 3)
-class HeadsThreeDim(Fused):
+@correct(39, 3, step="project", base=Fused)
+def heads_three_dim(self, x):
     """view(batch, length, heads, 3 · head_dim): interleaved by head, as in GPT-NeoX."""
-
-    def project(self, x):
-        qkv = self.qkv(x).view(*x.shape[:2], self.heads, 3 * self.head_dim)
-        return [x.permute(0, 2, 1, 3) for x in qkv.chunk(3, dim=-1)]
+    qkv = self.qkv(x).view(*x.shape[:2], self.heads, 3 * self.head_dim)
+    return [x.permute(0, 2, 1, 3) for x in qkv.chunk(3, dim=-1)]
 
 
-@correct(51, 3)
-class HeadsDimThree(Fused):
+@correct(51, 3, step="project", base=Fused)
+def heads_dim_three(self, x):
     """view(batch, length, heads, head_dim, 3): interleaved by component."""
-
-    def project(self, x):
-        qkv = self.qkv(x).unflatten(-1, (self.heads, self.head_dim, 3)).transpose(1, 2)
-        return qkv[..., 0], qkv[..., 1], qkv[..., 2]
+    qkv = self.qkv(x).unflatten(-1, (self.heads, self.head_dim, 3)).transpose(1, 2)
+    return qkv[..., 0], qkv[..., 1], qkv[..., 2]
 
 
-@correct(57, 3)
-class Split(Fused):
+@correct(57, 3, step="project", base=Fused)
+def split(self, x):
     """split along the last axis, as in GPT-2."""
-
-    def project(self, x):
-        parts = self.qkv(x).split(self.heads * self.head_dim, dim=2)
-        return [part.view(*x.shape[:2], self.heads, self.head_dim).swapaxes(1, 2) for part in parts]
+    parts = self.qkv(x).split(self.heads * self.head_dim, dim=2)
+    return [part.view(*x.shape[:2], self.heads, self.head_dim).swapaxes(1, 2) for part in parts]
 
 
-@correct(46, 2)
-class Sliced(Fused):
-    def project(self, x):
-        qkv, width = self.qkv(x), self.heads * self.head_dim
-        parts = qkv[..., :width], qkv[..., width : 2 * width], qkv[..., 2 * width :]
-        return [torch.movedim(part.unflatten(2, (self.heads, -1)), 2, 1) for part in parts]
+@correct(46, 2, step="project", base=Fused)
+def sliced(self, x):
+    qkv, width = self.qkv(x), self.heads * self.head_dim
+    parts = qkv[..., :width], qkv[..., width : 2 * width], qkv[..., 2 * width :]
+    return [torch.movedim(part.unflatten(2, (self.heads, -1)), 2, 1) for part in parts]
 
 
-@correct(38, 2, head_dim=23)
-class WiderThanTheModel(Fused):
+@correct(38, 2, head_dim=23, step="project", base=Fused)
+def wider_than_the_model(self, x):
     """heads · head_dim is not d_model."""
-
-    def project(self, x):
-        return [part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).tensor_split(3, dim=-1)]
+    return [part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).tensor_split(3, dim=-1)]
 
 
-@correct(57, 3)
-class StridedHeads(Divided):
+@correct(57, 3, step="split", base=Divided)
+def strided_heads(self, x, heads=None):
     """Heads interleaved: view(batch, length, head_dim, heads)."""
-
-    def split(self, x, heads=None):
-        return x.unflatten(-1, (self.head_dim, self.heads)).permute(0, 3, 1, 2)
+    return x.unflatten(-1, (self.head_dim, self.heads)).permute(0, 3, 1, 2)
 
 
 @correct(33, 3, shape=(13, 2, 33))

@@ -35,38 +35,32 @@ class Rotary(SelfAttention):
         return sdpa(self, query, key, value, is_causal=True)
 
 
-@correct(42, 3, causal=True)
-class RotaryHalves(Rotary):
-    def rotate(self, x):
-        return rotate_halves(x)
+@correct(42, 3, causal=True, step="rotate", base=Rotary)
+def rotary_halves(self, x):
+    return rotate_halves(x)
 
 
-@correct(66, 3, causal=True)
-class RotaryComplex(Rotary):
-    def rotate(self, x):
-        return rotate_pairs(x)
+@correct(66, 3, causal=True, step="rotate", base=Rotary)
+def rotary_complex(self, x):
+    return rotate_pairs(x)
 
 
-@correct(54, 3, causal=True)
-class RotaryPartial(Rotary):
+@correct(54, 3, causal=True, step="rotate", base=Rotary)
+def rotary_partial(self, x):
     """Only the first ten components turn."""
-
-    def rotate(self, x):
-        return torch.cat([rotate_halves(x[..., :10]), x[..., 10:]], dim=-1)
+    return torch.cat([rotate_halves(x[..., :10]), x[..., 10:]], dim=-1)
 
 
-@correct(52, 2)
-class RotaryStacked(Divided):
+@correct(52, 2, step="prepare", base=Divided)
+def rotary_stacked(self, query, key):
     """Even and odd components by strides, put back by a stack, written into an eager product."""
+    cos, sin = (f(angles(query.shape[2], self.head_dim)) for f in (torch.cos, torch.sin))
 
-    def prepare(self, query, key):
-        cos, sin = (f(angles(query.shape[2], self.head_dim)) for f in (torch.cos, torch.sin))
+    def turned(y):
+        even, odd = y[..., ::2], y[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
-        def turned(y):
-            even, odd = y[..., ::2], y[..., 1::2]
-            return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-
-        return turned(query), turned(key)
+    return turned(query), turned(key)
 
 
 @correct(90, 5)

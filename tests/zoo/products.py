@@ -34,18 +34,15 @@ class QueryScaledFirst(ScaledBefore):
         return query, self.split(self.k_proj(x)), self.split(self.v_proj(x))
 
 
-@correct(57, 3)
-class KeyScaled(ScaledBefore):
-    def product(self, query, key):
-        return query.matmul(key.transpose(-1, -2).div(self.head_dim**0.5))
+@correct(57, 3, step="product", base=ScaledBefore)
+def key_scaled(self, query, key):
+    return query.matmul(key.transpose(-1, -2).div(self.head_dim**0.5))
 
 
-@correct(46, 2)
-class FourthRoots(ScaledBefore):
+@correct(46, 2, step="prepare", base=ScaledBefore)
+def fourth_roots(self, query, key):
     """Each by d to the −1/4: kinder to half precision."""
-
-    def prepare(self, query, key):
-        return query * self.head_dim**-0.25, key * self.head_dim**-0.25
+    return query * self.head_dim**-0.25, key * self.head_dim**-0.25
 
 
 @correct(69, 3)
@@ -83,19 +80,16 @@ class ScaleIsABuffer(Permuted):
         self.register_buffer("scale", torch.sqrt(torch.tensor([float(self.head_dim)])))
 
 
-@correct(52, 4)
-class TensorScale(SelfAttention):
+@correct(52, 4, step="scale_product")
+def tensor_scale(self, product):
     """√d made on the spot, and the division done in place."""
-
-    def scale_product(self, product):
-        product /= torch.sqrt(torch.tensor(self.head_dim, dtype=torch.float32))
-        return product
+    product /= torch.sqrt(torch.tensor(self.head_dim, dtype=torch.float32))
+    return product
 
 
-@correct(44, 4)
-class InPlace(SelfAttention):
-    def scale_product(self, product):
-        return product.mul_(self.head_dim**-0.5)
+@correct(44, 4, step="scale_product")
+def in_place(self, product):
+    return product.mul_(self.head_dim**-0.5)
 
 
 class ScaledDotProduct(nn.Module):
@@ -168,15 +162,13 @@ class KeysFirst(Divided):
         return scores.softmax(dim=-2).transpose(-2, -1)
 
 
-@correct(38, 2)
-class KeysFirstChannelsFirst(SelfAttention):
+@correct(38, 2, step="attend")
+def keys_first_channels_first(self, *heads):
     """Everything as (…, head_dim, length): kᵀq, then v times the weights."""
-
-    def attend(self, *heads):
-        query, key, value = (x.mT for x in heads)
-        scores = key.mT @ query * self.head_dim**-0.5
-        note(self, scores, "bhkq")
-        return (value @ scores.softmax(2)).mT
+    query, key, value = (x.mT for x in heads)
+    scores = key.mT @ query * self.head_dim**-0.5
+    note(self, scores, "bhkq")
+    return (value @ scores.softmax(2)).mT
 
 
 @correct(55, 5)

@@ -15,10 +15,10 @@ from .entry import Configuration, Divided, Einsum, HeadsLast, SelfAttention, abo
 
 
 def reported(code, d_model, heads, *, right_scale=..., scale=None, fixed_expected=None, **expected):
-    """Enter a class as a bug that gets this code, and its twin as a correct attention."""
+    """Enter a class or a step as a bug that gets this code, and its twin as a correct attention."""
 
-    def wrap(cls):
-        bug(code, d_model, heads, scale=scale, **expected)(cls)
+    def wrap(design):
+        cls = bug(code, d_model, heads, scale=scale, **expected)(design)
         twin = type(f"{cls.__name__}Fixed", (cls,), {"right": True, "__module__": cls.__module__})
         correct(d_model, heads, scale=right_scale, statistics="none", **(expected | (fixed_expected or {})))(twin)
         return cls
@@ -114,10 +114,9 @@ class RootOnBothSides(Einsum):
         return product.float()
 
 
-@reported("unusual_scale", 84, 4, scale=21**0.5)
-class MultipliedByTheRoot(SelfAttention):
-    def multiplier(self):
-        return 1 / math.sqrt(self.head_dim) if self.right else math.sqrt(self.head_dim)
+@reported("unusual_scale", 84, 4, scale=21**0.5, step="multiplier")
+def multiplied_by_the_root(self):
+    return 1 / math.sqrt(self.head_dim) if self.right else math.sqrt(self.head_dim)
 
 
 @reported("unusual_scale", 88, 4, scale=11**-0.5)
@@ -157,30 +156,24 @@ class ScaleLostInAPort(SelfAttention):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=1.0)
 
 
-@reported("scale_after_softmax", 64, 4, scale=1.0)
-class ScaledWeights(SelfAttention):
+@reported("scale_after_softmax", 64, 4, scale=1.0, step="attend")
+def scaled_weights(self, query, key, value):
     """softmax(q·k)/√d."""
-
-    def attend(self, query, key, value):
-        if self.right:
-            weights = torch.softmax(query @ key.mT / self.head_dim**0.5, dim=-1)
-        else:
-            weights = torch.softmax(query @ key.mT, dim=-1) / self.head_dim**0.5
-        return weights @ value
+    if self.right:
+        weights = torch.softmax(query @ key.mT / self.head_dim**0.5, dim=-1)
+    else:
+        weights = torch.softmax(query @ key.mT, dim=-1) / self.head_dim**0.5
+    return weights @ value
 
 
 # What the configuration or the module asks for
 
 
-@reported("config_mismatch", 76, 4, right_scale=0.11)
-class AttentionMultiplierIgnored(SelfAttention):
+@reported("config_mismatch", 76, 4, right_scale=0.11, step="attend", config=Configuration(attention_multiplier=0.11))
+def attention_multiplier_ignored(self, query, key, value):
     """Granite's attention_multiplier, and a kernel with its default."""
-
-    config = Configuration(attention_multiplier=0.11)
-
-    def attend(self, query, key, value):
-        scale = self.config.attention_multiplier if self.right else None
-        return F.scaled_dot_product_attention(query, key, value, scale=scale)
+    scale = self.config.attention_multiplier if self.right else None
+    return F.scaled_dot_product_attention(query, key, value, scale=scale)
 
 
 @reported("config_mismatch", 92, 4, scale=31**-1.0, right_scale=31**-0.5)
@@ -297,32 +290,26 @@ class Capped(SelfAttention):
         return self.cap * torch.tanh(scores / self.cap)
 
 
-@reported("inert_mask", 52, 4, causal=None, softcap=20.0, fixed_expected={"causal": True})
-class CapAfterTheMask(Capped):
+@reported("inert_mask", 52, 4, causal=None, softcap=20.0, fixed_expected={"causal": True}, step="adjust", base=Capped)
+def cap_after_the_mask(self, scores):
     """−inf becomes −20, which is a score."""
-
-    def adjust(self, scores):
-        hidden = above_diagonal(scores.shape[-1])
-        if self.right:
-            return self.capped(scores).masked_fill(hidden, -torch.inf)
-        return self.capped(scores.masked_fill(hidden, -torch.inf))
+    hidden = above_diagonal(scores.shape[-1])
+    if self.right:
+        return self.capped(scores).masked_fill(hidden, -torch.inf)
+    return self.capped(scores.masked_fill(hidden, -torch.inf))
 
 
-@reported("inert_mask", 60, 4, causal=None, softcap=20.0, fixed_expected={"causal": True})
-class CapAfterTheAddedMask(Capped):
+@reported("inert_mask", 60, 4, causal=None, softcap=20.0, fixed_expected={"causal": True}, step="adjust", base=Capped)
+def cap_after_the_added_mask(self, scores):
     """The mask is added, as large negative numbers."""
-
-    def adjust(self, scores):
-        mask = above_diagonal(scores.shape[-1]).float() * -1e9
-        return self.capped(scores) + mask if self.right else self.capped(scores + mask)
+    mask = above_diagonal(scores.shape[-1]).float() * -1e9
+    return self.capped(scores) + mask if self.right else self.capped(scores + mask)
 
 
-@reported("inert_softcap", 68, 4, softcap=None, fixed_expected={"softcap": 20.0})
-class ScoresForTheCap(Capped):
+@reported("inert_softcap", 68, 4, softcap=None, fixed_expected={"softcap": 20.0}, step="adjust", base=Capped)
+def scores_for_the_cap(self, scores):
     """x·tanh(x/cap) has no bound."""
-
-    def adjust(self, scores):
-        return (self.cap if self.right else scores) * torch.tanh(scores / self.cap)
+    return (self.cap if self.right else scores) * torch.tanh(scores / self.cap)
 
 
 @reported("inert_softcap", 76, 4, softcap=None, fixed_expected={"softcap": 20.0})

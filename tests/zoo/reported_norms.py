@@ -27,20 +27,16 @@ class CosineScaleIgnored(Unit):
         return F.scaled_dot_product_attention(query, key, value, scale=self.scale if self.right else None)
 
 
-@reported("diluted", 72, 4, scale=18**-0.5, right_scale=18**0.5)
-class CosinesDivided(Unit):
+@reported("diluted", 72, 4, scale=18**-0.5, right_scale=18**0.5, step="multiplier", base=Unit)
+def cosines_divided(self):
     """1/√d of cosines: no weight differs from another."""
-
-    def multiplier(self):
-        return self.head_dim ** (0.5 if self.right else -0.5)
+    return self.head_dim ** (0.5 if self.right else -0.5)
 
 
-@reported("diluted", 56, 4, scale=1.0, right_scale=10.0)
-class CosinesAsTheyAre(Unit):
+@reported("diluted", 56, 4, scale=1.0, right_scale=10.0, step="multiplier", base=Unit)
+def cosines_as_they_are(self):
     """No temperature at all."""
-
-    def multiplier(self):
-        return 10.0 if self.right else 1.0
+    return 10.0 if self.right else 1.0
 
 
 class LearnedLogit(Unit):
@@ -95,18 +91,15 @@ class Normed(SelfAttention):
         return self.q_norm(query), self.k_norm(key)
 
 
-@reported("qk_norm_freezes", 128, 2, scale=1.0)
-class NormedAndUnscaled(Normed):
-    def multiplier(self):
-        return self.head_dim**-0.5 if self.right else 1.0
+@reported("qk_norm_freezes", 128, 2, scale=1.0, step="multiplier", base=Normed)
+def normed_and_unscaled(self):
+    return self.head_dim**-0.5 if self.right else 1.0
 
 
-@reported("scaled_by_model_dim", 96, 4, scale=96**-0.5)
-class NormedByTheModel(Normed):
+@reported("scaled_by_model_dim", 96, 4, scale=96**-0.5, step="multiplier", base=Normed)
+def normed_by_the_model(self):
     """A layer with norms is as wrong with √d_model as one without."""
-
-    def multiplier(self):
-        return (self.head_dim if self.right else self.d_model) ** -0.5
+    return (self.head_dim if self.right else self.d_model) ** -0.5
 
 
 @reported("scaled_by_dim", 92, 4, scale=1 / 23)
@@ -143,12 +136,10 @@ class NormedByFunction(SelfAttention):
         return F.rms_norm(query, (self.head_dim,)), F.rms_norm(key, (self.head_dim,))
 
 
-@reported("scaled_by_model_dim", 76, 4, scale=76**-0.5)
-class NormedWithoutGains(NormedByFunction):
+@reported("scaled_by_model_dim", 76, 4, scale=76**-0.5, step="multiplier", base=NormedByFunction)
+def normed_without_gains(self):
     """F.rms_norm without a weight is a norm, too."""
-
-    def multiplier(self):
-        return (self.head_dim if self.right else self.d_model) ** -0.5
+    return (self.head_dim if self.right else self.d_model) ** -0.5
 
 
 @reported("inert_qk_norm", 68, 4)
@@ -201,9 +192,7 @@ class GainsUnused(NormedByFunction):
         return (query * self.q_gain, key * self.k_gain) if self.right else (query, key)
 
 
-@reported("inert_qk_norm", 56, 4)
-class OnlyTheQueryIsNormed(Normed):
+@reported("inert_qk_norm", 56, 4, step="prepare", base=Normed)
+def only_the_query_is_normed(self, query, key):
     """The line of the key was lost in a merge."""
-
-    def prepare(self, query, key):
-        return self.q_norm(query), self.k_norm(key) if self.right else key
+    return self.q_norm(query), self.k_norm(key) if self.right else key

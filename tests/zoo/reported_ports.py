@@ -21,14 +21,12 @@ plain = dict(statistics="none")
 # Widths
 
 
-@reported("unusual_scale", 72, 4, scale=24**-0.5, seen_dim=None)
-class PaddedHeads(SelfAttention):
+@reported("unusual_scale", 72, 4, scale=24**-0.5, seen_dim=None, step="attend")
+def padded_heads(self, *heads):
     """Heads of 18 are padded to 24 for a kernel, whose default is then 1/√24."""
-
-    def attend(self, *heads):
-        query, key, value = (F.pad(each, (0, 24 - self.head_dim)) for each in heads)
-        scale = self.head_dim**-0.5 if self.right else None
-        return F.scaled_dot_product_attention(query, key, value, scale=scale)[..., : self.head_dim]
+    query, key, value = (F.pad(each, (0, 24 - self.head_dim)) for each in heads)
+    scale = self.head_dim**-0.5 if self.right else None
+    return F.scaled_dot_product_attention(query, key, value, scale=scale)[..., : self.head_dim]
 
 
 @reported("unusual_scale", 60, 4, head_dim=20, scale=12**-0.5)
@@ -47,20 +45,16 @@ class WidthOfTheValue(SelfAttention):
         return (query @ key.mT / width**0.5).softmax(-1) @ value
 
 
-@reported("unusual_scale", 92, 4, scale=2 / 23)
-class PrecedenceOfAPower(SelfAttention):
+@reported("unusual_scale", 92, 4, scale=2 / 23, step="scale_product")
+def precedence_of_a_power(self, product):
     """`d ** 1/2` is d/2."""
-
-    def scale_product(self, product):
-        return product / (self.head_dim**0.5 if self.right else self.head_dim**1 / 2)
+    return product / (self.head_dim**0.5 if self.right else self.head_dim**1 / 2)
 
 
-@reported("unusual_scale", 76, 4, scale=1 / 38)
-class PrecedenceOfADivision(SelfAttention):
+@reported("unusual_scale", 76, 4, scale=1 / 38, step="scale_product")
+def precedence_of_a_division(self, product):
     """`scores / d ** 1 / 2` divides by 2d."""
-
-    def scale_product(self, product):
-        return product / self.head_dim**0.5 if self.right else product / self.head_dim**1 / 2
+    return product / self.head_dim**0.5 if self.right else product / self.head_dim**1 / 2
 
 
 @reported("unusual_scale", 104, 2, scale=13**-0.5)
@@ -74,23 +68,19 @@ class RootOfTheLength(SelfAttention):
         return self.merge(torch.einsum("bhqk,bkhd->bhqd", weights, value))
 
 
-@reported("unusual_scale", 84, 3, scale=3**-0.5)
-class RootOfTheHeads(SelfAttention):
+@reported("unusual_scale", 84, 3, scale=3**-0.5, step="attend")
+def root_of_the_heads(self, query, key, value):
     """`query.size(1)` of (batch, heads, length, features) is the number of heads."""
-
-    def attend(self, query, key, value):
-        width = query.size(-1 if self.right else 1)
-        return torch.softmax(torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(width), -1) @ value
+    width = query.size(-1 if self.right else 1)
+    return torch.softmax(torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(width), -1) @ value
 
 
-@reported("scale_after_softmax", 56, 4, scale=1.0)
-class WeightsOverTheModel(SelfAttention):
+@reported("scale_after_softmax", 56, 4, scale=1.0, step="attend")
+def weights_over_the_model(self, query, key, value):
     """softmax(q·k) / √d_model, of a vision transformer written from a blog post."""
-
-    def attend(self, query, key, value):
-        if self.right:
-            return (query @ key.mT / math.sqrt(self.head_dim)).softmax(-1) @ value
-        return (query @ key.mT).softmax(-1) / math.sqrt(self.d_model) @ value
+    if self.right:
+        return (query @ key.mT / math.sqrt(self.head_dim)).softmax(-1) @ value
+    return (query @ key.mT).softmax(-1) / math.sqrt(self.d_model) @ value
 
 
 @reported("unscaled", 88, 4, scale=1.0, inputs=lambda: (torch.randn(2, 13, 88), torch.randn(2, 17, 88)))
@@ -106,12 +96,10 @@ class CrossAttentionWithoutScale(Einsum):
         return product * self.head_dim**-0.5 if self.right else product
 
 
-@reported("unusual_scale", 68, 4, scale=0.0, right_scale=17**-0.5)
-class DefaultOfZero(SelfAttention):
+@reported("unusual_scale", 68, 4, scale=0.0, right_scale=17**-0.5, step="attend")
+def default_of_zero(self, query, key, value):
     """A scale of 0 was to mean the default, and the kernel took it at its word."""
-
-    def attend(self, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, scale=None if self.right else 0.0)
+    return F.scaled_dot_product_attention(query, key, value, scale=None if self.right else 0.0)
 
 
 @reported("unscaled", 60, 4, scale=1.0)
@@ -149,13 +137,11 @@ class OfLayer(SelfAttention):
     layer_idx = 2
 
 
-@reported("unusual_scale", 84, 4, scale=21**-0.5 / 3)
-class LayerNumberOnce(OfLayer):
+@reported("unusual_scale", 84, 4, scale=21**-0.5 / 3, step="scale_product", base=OfLayer)
+def layer_number_once(self, product):
     """Megatron divides by the number of the layer against overflow, and multiplies again in its softmax."""
-
-    def scale_product(self, product):
-        scores = product / (self.head_dim**0.5 * (self.layer_idx + 1))
-        return scores * (self.layer_idx + 1) if self.right else scores
+    scores = product / (self.head_dim**0.5 * (self.layer_idx + 1))
+    return scores * (self.layer_idx + 1) if self.right else scores
 
 
 @reported("config_mismatch", 76, 4, right_scale=19**-0.5 / 3, causal=True)
@@ -256,23 +242,19 @@ class CosinesDividedForAKernel(Unit, Kernel):
         return query * (self.scale * self.head_dim**0.5) if self.right else query / self.scale, key
 
 
-@reported("inert_qk_norm", 60, 4)
-class NormsNeverCalled(Normed):
+@reported("inert_qk_norm", 60, 4, step="prepare", base=Normed)
+def norms_never_called(self, query, key):
     """Built for a flag of the configuration, and called by one of two paths."""
-
-    def prepare(self, query, key):
-        return (self.q_norm(query), self.k_norm(key)) if self.right else (query, key)
+    return (self.q_norm(query), self.k_norm(key)) if self.right else (query, key)
 
 
 # Caps
 
 
-@reported("unusual_scale", 76, 4, scale=None, softcap=20.0, right_scale=19**-0.5)
-class CapWithoutItsDivisor(Capped):
+@reported("unusual_scale", 76, 4, scale=None, softcap=20.0, right_scale=19**-0.5, step="adjust", base=Capped)
+def cap_without_its_divisor(self, scores):
     """cap·tanh(s), where cap·tanh(s/cap) was meant: the slope at zero is the cap."""
-
-    def adjust(self, scores):
-        return self.cap * torch.tanh(scores / self.cap if self.right else scores)
+    return self.cap * torch.tanh(scores / self.cap if self.right else scores)
 
 
 @reported("inert_softcap", 68, 4, softcap=None, fixed_expected={"softcap": 20.0}, scale=17**-0.5)
@@ -290,37 +272,31 @@ class CapOfTheConfiguration(Capped):
 # Masks
 
 
-@reported("inert_mask", 64, 4, causal=None, fixed_expected={"causal": True})
-class MinusForgotten(SelfAttention):
+@reported("inert_mask", 64, 4, causal=None, fixed_expected={"causal": True}, step="adjust")
+def minus_forgotten(self, scores):
     """1e-9 for −1e9."""
-
-    def adjust(self, scores):
-        return scores.masked_fill(above_diagonal(scores.shape[-1]), -1e9 if self.right else 1e-9)
+    return scores.masked_fill(above_diagonal(scores.shape[-1]), -1e9 if self.right else 1e-9)
 
 
-@reported("weights_not_normalised", 92, 4, causal=None, fixed_expected={"causal": True})
-class MaskAfterTheSoftmax(SelfAttention):
+@reported("weights_not_normalised", 92, 4, causal=None, fixed_expected={"causal": True}, step="weigh")
+def mask_after_the_softmax(self, scores):
     """The weights are multiplied by the mask, so early queries get little of anything."""
-
-    def weigh(self, scores):
-        hidden = above_diagonal(scores.shape[-1])
-        if self.right:
-            return scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        return scores.softmax(-1).masked_fill(hidden, 0.0)
+    hidden = above_diagonal(scores.shape[-1])
+    if self.right:
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return scores.softmax(-1).masked_fill(hidden, 0.0)
 
 
 # Correct designs
 
 
-@correct(84, 4, causal=True, **plain)
-class PrecisionBottleneckRelaxation(OfLayer):
+@correct(84, 4, causal=True, **plain, step="attend", base=OfLayer)
+def precision_bottleneck_relaxation(self, query, key, value):
     """CogView: divide by 32, subtract the maximum, multiply by 32."""
-
-    def attend(self, query, key, value):
-        scores = (query / (32.0 * math.sqrt(self.head_dim))) @ key.mT
-        scores = scores.masked_fill(above_diagonal(scores.shape[-1]), -1e4)
-        scores = (scores - scores.amax(-1, keepdim=True)) * 32.0
-        return scores.softmax(-1) @ value
+    scores = (query / (32.0 * math.sqrt(self.head_dim))) @ key.mT
+    scores = scores.masked_fill(above_diagonal(scores.shape[-1]), -1e4)
+    scores = (scores - scores.amax(-1, keepdim=True)) * 32.0
+    return scores.softmax(-1) @ value
 
 
 @correct(72, 4, scale=8.0, **plain)
@@ -363,13 +339,11 @@ class NormOfAllHeads(Kernel):
         return query, key, self.split(self.v_proj(x))
 
 
-@correct(76, 4, causal=True, **plain)
-class MaskOfOnesAndTenThousands(SelfAttention):
+@correct(76, 4, causal=True, **plain, step="adjust")
+def mask_of_ones_and_ten_thousands(self, scores):
     """GPT-2 as OpenAI wrote it: w·b − 1e10·(1 − b)."""
-
-    def adjust(self, scores):
-        shown = (~above_diagonal(scores.shape[-1])).float()
-        return scores * shown - 1e10 * (1 - shown)
+    shown = (~above_diagonal(scores.shape[-1])).float()
+    return scores * shown - 1e10 * (1 - shown)
 
 
 @correct(92, 4, scale=23**-0.5 / 3, **plain)
@@ -402,12 +376,10 @@ class LogTemperatureOfOne(Unit):
         return self.temperature.exp()
 
 
-@correct(64, 4, head_dim=10, **plain)
-class LatentsInTwoProducts(SelfAttention):
+@correct(64, 4, head_dim=10, **plain, step="product")
+def latents_in_two_products(self, query, key):
     """DeepSeek's two products, added and then scaled."""
-
-    def product(self, query, key):
-        return query[..., :6] @ key[..., :6].mT + query[..., 6:] @ key[..., 6:].mT
+    return query[..., :6] @ key[..., :6].mT + query[..., 6:] @ key[..., 6:].mT
 
 
 @correct(44, 4, **plain)
@@ -422,22 +394,17 @@ class ScaledKey(HeadsAsBatch):
         return product
 
 
-@correct(80, 4, causal=True, **plain)
-class PaddedAndToldSo(SelfAttention):
+@correct(80, 4, causal=True, **plain, step="attend")
+def padded_and_told_so(self, *heads):
     """Moonshine pads its heads, and passes the scale of what they were."""
-
-    def attend(self, *heads):
-        query, key, value = (F.pad(each, (0, 12)) for each in heads)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.head_dim**-0.5)
-        return mixed[..., : self.head_dim]
+    query, key, value = (F.pad(each, (0, 12)) for each in heads)
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.head_dim**-0.5)
+    return mixed[..., : self.head_dim]
 
 
-@correct(56, 4, softcap=30.0, **plain)
-class CapOfGrok(Capped):
-    cap = 30.0
-
-    def adjust(self, scores):
-        return self.capped(scores)
+@correct(56, 4, softcap=30.0, **plain, step="adjust")
+def cap_of_grok(self, scores):
+    return 30.0 * torch.tanh(scores / 30.0)
 
 
 @correct(72, 4, **plain)

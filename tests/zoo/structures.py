@@ -18,14 +18,12 @@ class RepeatInterleave(Divided):
         return super().attend(query, *(y.repeat_interleave(self.heads // self.kv_heads, dim=1) for y in shared))
 
 
-@correct(78, 6, kv_heads=3, causal=True)
-class Expanded(SelfAttention):
+@correct(78, 6, kv_heads=3, causal=True, step="attend")
+def expanded(self, query, *shared):
     """Llama's repeat_kv, into a fused kernel."""
-
-    def attend(self, query, *shared):
-        group = self.heads // self.kv_heads
-        key, value = (y[:, :, None].expand(-1, -1, group, -1, -1).reshape(query.shape) for y in shared)
-        return sdpa(self, query, key, value, is_causal=True)
+    group = self.heads // self.kv_heads
+    key, value = (y[:, :, None].expand(-1, -1, group, -1, -1).reshape(query.shape) for y in shared)
+    return sdpa(self, query, key, value, is_causal=True)
 
 
 @correct(85, 5, kv_heads=1)
@@ -79,20 +77,16 @@ class Latent(SelfAttention):
         return (q_plain, rotate_halves(q_rotated)), (k_plain, rotate_halves(k_rotated[:, None])), value
 
 
-@correct(57, 3, head_dim=19, causal=True)
-class CompressedKeys(Latent, Causal):
+@correct(57, 3, head_dim=19, causal=True, step="prepare", base=(Latent, Causal))
+def compressed_keys(self, query, key):
     """The two kinds of components joined, the turned key shared by all heads."""
-
-    def prepare(self, query, key):
-        return torch.cat(query, -1), torch.cat([key[0], key[1].expand(-1, self.heads, -1, -1)], -1)
+    return torch.cat(query, -1), torch.cat([key[0], key[1].expand(-1, self.heads, -1, -1)], -1)
 
 
-@correct(57, 3, head_dim=19, seen_dim=None)
-class TwoProducts(Latent):
+@correct(57, 3, head_dim=19, seen_dim=None, step="product", base=Latent)
+def two_products(self, query, key):
     """The two kinds of components multiplied apart, and the products added."""
-
-    def product(self, query, key):
-        return query[0] @ key[0].mT + query[1] @ key[1].mT
+    return query[0] @ key[0].mT + query[1] @ key[1].mT
 
 
 @correct(33, 3, inputs=lambda: (torch.randn(2, 7, 33), torch.randn(2, 17, 33)))
@@ -257,15 +251,14 @@ class QueriesInChunks(Divided):
         return torch.cat([attend(chunk, key, value) for chunk in query.split(5, dim=2)], 2)
 
 
-@correct(68, 4)
-class VmapOverHeads(SelfAttention):
-    def attend(self, query, key, value):
-        note(self, lambda: dense(query, key))
+@correct(68, 4, step="attend")
+def vmap_over_heads(self, query, key, value):
+    note(self, lambda: dense(query, key))
 
-        def one_head(query, key, value):
-            return torch.softmax(query @ key.mT / self.head_dim**0.5, -1) @ value
+    def one_head(query, key, value):
+        return torch.softmax(query @ key.mT / self.head_dim**0.5, -1) @ value
 
-        return torch.vmap(one_head, in_dims=1, out_dims=1)(query, key, value)
+    return torch.vmap(one_head, in_dims=1, out_dims=1)(query, key, value)
 
 
 @correct(34, 2, calls=None, train=True)

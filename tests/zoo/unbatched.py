@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from .entry import HeadsLast as LengthFirst
-from .entry import SelfAttention, above_diagonal, correct
+from .entry import above_diagonal, correct
 from .fused import dense, sdpa
 from .recording import note
 
@@ -86,44 +86,32 @@ class UnbatchedSDPA(LengthFirst):
         return F.scaled_dot_product_attention(query, key, value).transpose(0, 1)
 
 
-@correct(90, 6, kv_heads=2)
-class GroupedHeadsFirst(SelfAttention):
+@correct(90, 6, kv_heads=2, step="attend")
+def grouped_heads_first(self, query, key, value):
     """(key heads, group, batch, …)."""
-
-    def attend(self, query, key, value):
-        query = query.unflatten(1, (self.kv_heads, -1))
-        scores = torch.einsum("bgrqd,bgkd->grbqk", query, key) * self.head_dim**-0.5
-        note(self, scores, "ghbqk")
-        return torch.einsum("grbqk,bgkd->bgrqd", scores.softmax(-1), value).flatten(1, 2)
+    query = query.unflatten(1, (self.kv_heads, -1))
+    scores = torch.einsum("bgrqd,bgkd->grbqk", query, key) * self.head_dim**-0.5
+    note(self, scores, "ghbqk")
+    return torch.einsum("grbqk,bgkd->bgrqd", scores.softmax(-1), value).flatten(1, 2)
 
 
-@correct(102, 6, kv_heads=3, causal=True, shape=(13, 102))
-class GroupsAsBatch(Grouped):
+@correct(102, 6, kv_heads=3, causal=True, shape=(13, 102), step="attend", base=Grouped, layout="ghqk")
+def groups_as_batch(self, query, *shared):
     """SDPA with the key heads where most have the batch."""
-
-    layout = "ghqk"
-
-    def attend(self, query, *shared):
-        query, key, value = query.permute(1, 2, 0, 3), *(y.transpose(0, 1)[:, None] for y in shared)
-        return sdpa(self, query, key, value, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
+    query, key, value = query.permute(1, 2, 0, 3), *(y.transpose(0, 1)[:, None] for y in shared)
+    return sdpa(self, query, key, value, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
 
 
-@correct(55, 5, causal=True, shape=(2, 13, 55))
-class HeadsBeforeBatch(SelfAttention):
+@correct(55, 5, causal=True, shape=(2, 13, 55), step="attend", layout="hbqk")
+def heads_before_batch(self, *heads):
     """SDPA on (heads, batch, …), with a mask for each entry."""
-
-    layout = "hbqk"
-
-    def attend(self, *heads):
-        query, key, value = (y.transpose(0, 1) for y in heads)
-        return sdpa(self, query, key, value, ~above_diagonal(query.shape[2]).expand(1, 2, -1, -1)).transpose(0, 1)
+    query, key, value = (y.transpose(0, 1) for y in heads)
+    return sdpa(self, query, key, value, ~above_diagonal(query.shape[2]).expand(1, 2, -1, -1)).transpose(0, 1)
 
 
-@correct(65, 5)
-class BatchTimesHeads(SelfAttention):
+@correct(65, 5, step="attend")
+def batch_times_heads(self, *heads):
     """SDPA on (batch · heads, 1, …)."""
-
-    def attend(self, *heads):
-        query, key, value = (y.flatten(0, 1).unsqueeze(1) for y in heads)
-        note(self, lambda: dense(query, key)[:, 0], "nqk")
-        return F.scaled_dot_product_attention(query, key, value).unflatten(0, (-1, self.heads)).squeeze(2)
+    query, key, value = (y.flatten(0, 1).unsqueeze(1) for y in heads)
+    note(self, lambda: dense(query, key)[:, 0], "nqk")
+    return F.scaled_dot_product_attention(query, key, value).unflatten(0, (-1, self.heads)).squeeze(2)
