@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Block, Configuration, Divided, Entry, Expected, Kernel, SelfAttention, above_diagonal, bug, enter
+from .entry import Block, Configuration, Divided, Expected, Kernel, SelfAttention, above_diagonal, bug, enter
 from .structures import ManyHeads
 
 
@@ -68,12 +68,10 @@ class CarelessHead(nn.Module):
 
 
 enter(
-    Entry(
-        "bugs_of_scale.CarelessHeads",
-        lambda: (Block(44, ManyHeads(44, 4, 11, head=CarelessHead)), (torch.randn(2, 13, 44),)),
-        {f"attention.heads.{index}": Expected(1, 11, 44**-0.5, 1, causal=True) for index in range(4)},
-        code="scaled_by_model_dim",
-    )
+    "bugs_of_scale.CarelessHeads",
+    lambda: (Block(44, ManyHeads(44, 4, 11, head=CarelessHead)), (torch.randn(2, 13, 44),)),
+    {f"attention.heads.{index}": Expected(1, 11, 44**-0.5, 1, causal=True) for index in range(4)},
+    code="scaled_by_model_dim",
 )
 
 

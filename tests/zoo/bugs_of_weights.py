@@ -10,7 +10,6 @@ from .entry import (
     Causal,
     Divided,
     Einsum,
-    Entry,
     Expected,
     HeadsAsBatch,
     SelfAttention,
@@ -199,12 +198,10 @@ class OneOfMany(SelfAttention):
 
 
 enter(
-    Entry(
-        "bugs_of_weights.OneLayerSeesTheFuture",
-        lambda: (Stack(), (torch.randn(2, 13, 33),)),
-        {f"blocks.{index}": Expected(3, 11, 11**-0.5, 3, causal=index != 1) for index in range(4)},
-        code="attends_to_future",
-    )
+    "bugs_of_weights.OneLayerSeesTheFuture",
+    lambda: (Stack(), (torch.randn(2, 13, 33),)),
+    {f"blocks.{index}": Expected(3, 11, 11**-0.5, 3, causal=index != 1) for index in range(4)},
+    code="attends_to_future",
 )
 
 

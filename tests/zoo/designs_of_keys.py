@@ -13,7 +13,6 @@ from .entry import (
     Causal,
     Divided,
     Einsum,
-    Entry,
     Expected,
     SelfAttention,
     above_diagonal,
@@ -23,6 +22,7 @@ from .entry import (
 from .recording import note
 
 
+@correct(57, 3, shape=(2, 20, 57), layers=3, statistics="none")
 class Nystrom(SelfAttention):
     """Nyström attention: three softmaxes about five landmarks, and the pseudo-inverse of one of them."""
 
@@ -44,16 +44,6 @@ class Nystrom(SelfAttention):
             both = matrix @ found
             found = 0.25 * found @ (13 * eye - both @ (15 * eye - both @ (7 * eye - both)))
         return found
-
-
-enter(
-    Entry(
-        "designs_of_keys.Nystrom",
-        lambda: (Block(57, Nystrom(57, 3)), (torch.randn(2, 20, 57),)),
-        {name: Expected(3, 19, 19**-0.5, 3) for name in ("attention", "attention#2", "attention#3")},
-        statistics="none",
-    )
-)
 
 
 @correct(35, 5, shape=(2, 20, 35), **UNREAD, step="attend", base=Nystrom)
@@ -106,11 +96,9 @@ class InducedSet(nn.Module):
 
 
 enter(
-    Entry(
-        "designs_of_keys.InducedSet",
-        lambda: (InducedSet(), (torch.randn(2, 13, 39),)),
-        {name: Expected(3, 13, 13**-0.5, 3) for name in ("first", "second", "pool")},
-    )
+    "designs_of_keys.InducedSet",
+    lambda: (InducedSet(), (torch.randn(2, 13, 39),)),
+    {name: Expected(3, 13, 13**-0.5, 3) for name in ("first", "second", "pool")},
 )
 
 
@@ -127,12 +115,10 @@ class Linformer(Divided):
 
 
 enter(
-    Entry(
-        "designs_of_keys.Linformer",
-        lambda: (Block(55, Linformer(55, 5)), (torch.randn(2, 20, 55),)),
-        {"attention": Expected(5, 11, 11**-0.5, None)},
-        statistics="none",
-    )
+    "designs_of_keys.Linformer",
+    lambda: (Block(55, Linformer(55, 5)), (torch.randn(2, 20, 55),)),
+    {"attention": Expected(5, 11, 11**-0.5, None)},
+    statistics="none",
 )
 
 

@@ -25,14 +25,10 @@ def normed_with_multiplier_of_one(self):
     return self.config.attention_multiplier
 
 
-@correct(128, 2, scale=1.0, **plain)
-class NormedWithScalingOfOne(Normed):
+@correct(128, 2, scale=1.0, **plain, step="multiplier", base=Normed, kept_as="scaling")
+def normed_with_scaling_of_one(self):
     """Gemma 4 writes self.scaling = 1.0 beside its norms."""
-
-    scaling = 1.0
-
-    def multiplier(self):
-        return self.scaling
+    return 1.0
 
 
 @correct(96, 4, scale=0.12, **plain, step="multiplier", base=NormedByFunction)
@@ -56,28 +52,32 @@ class LearnedTauOfCosines(Unit):
         return 1 / self.tau.clamp(min=0.01)
 
 
-@correct(72, 4, scale=0.0915, **plain)
-class MultiplierOfTheConfiguration(SelfAttention):
-    config = Configuration(attention_multiplier=0.0915)
+@correct(
+    72,
+    4,
+    scale=0.0915,
+    **plain,
+    step="multiplier",
+    config=Configuration(attention_multiplier=0.0915),
+    kept_as="scaling",
+)
+def multiplier_of_the_configuration(self):
+    return self.config.attention_multiplier
 
-    def add_parts(self):
-        self.scaling = self.config.attention_multiplier
 
-    def multiplier(self):
-        return self.scaling
-
-
-@correct(48, 4, head_dim=20, scale=12**-0.5, **plain)
-class ScalarOfHiddenOverHeads(SelfAttention):
+@correct(
+    48,
+    4,
+    head_dim=20,
+    scale=12**-0.5,
+    **plain,
+    step="multiplier",
+    config=Configuration(query_pre_attn_scalar=12),
+    kept_as="scaling",
+)
+def scalar_of_hidden_over_heads(self):
     """Gemma 2 27B: hidden/heads, where heads are wider, on purpose: its configuration says so."""
-
-    config = Configuration(query_pre_attn_scalar=12)
-
-    def add_parts(self):
-        self.scaling = self.config.query_pre_attn_scalar**-0.5
-
-    def multiplier(self):
-        return self.scaling
+    return self.config.query_pre_attn_scalar**-0.5
 
 
 @correct(88, 4, **plain)
@@ -119,16 +119,10 @@ def mask_by_slices(self, scores):
     return scores
 
 
-@correct(92, 4, scale=0.37, **plain)
-class ScaleGivenToTheModule(SelfAttention):
+@correct(92, 4, scale=0.37, **plain, step="multiplier", kept_as="scale")
+def scale_given_to_the_module(self):
     """A number of one's own, which somebody passed to the module."""
-
-    def __init__(self, *args, scale=0.37, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.scale = scale
-
-    def multiplier(self):
-        return self.scale
+    return 0.37
 
 
 @correct(76, 4, **plain)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Causal, Entry, Expected, SelfAttention, correct, enter
+from .entry import Causal, Expected, SelfAttention, correct, enter
 from .recording import note
 
 
@@ -56,15 +56,10 @@ class ScaledAlibi(SelfAttention):
         return scores * self.inv_norm_factor
 
 
-@correct(64, 4, scale=0.5, causal=True)
-class MaximalUpdate(Causal):
+@correct(64, 4, scale=0.5, causal=True, step="multiplier", base=Causal, kept_as="softmax_scale")
+def maximal_update(self):
     """muP's √64/d_k, said in the module. With 16 features and 4 heads it is also 1/√heads."""
-
-    def add_parts(self):
-        self.softmax_scale = 8.0 / self.head_dim
-
-    def multiplier(self):
-        return self.softmax_scale
+    return 8.0 / self.head_dim
 
 
 class ScaledByLayer(SelfAttention):
@@ -79,12 +74,10 @@ class ScaledByLayer(SelfAttention):
 
 
 enter(
-    Entry(
-        "designs_of_scale.ScaledByLayer",
-        lambda: (
-            nn.Sequential(*(ScaledByLayer(64, 4, layer_idx=index) for index in range(3))),
-            (torch.randn(2, 13, 64),),
-        ),
-        {str(index): Expected(4, 16, 0.25 / (index + 1), 4) for index in range(3)},
-    )
+    "designs_of_scale.ScaledByLayer",
+    lambda: (
+        nn.Sequential(*(ScaledByLayer(64, 4, layer_idx=index) for index in range(3))),
+        (torch.randn(2, 13, 64),),
+    ),
+    {str(index): Expected(4, 16, 0.25 / (index + 1), 4) for index in range(3)},
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Causal, Divided, Entry, Expected, SelfAttention, above_diagonal, correct, enter
+from .entry import Causal, Divided, Expected, SelfAttention, above_diagonal, correct, enter
 from .recording import note
 
 
@@ -40,11 +40,9 @@ class RealFormer(nn.Module):
 
 
 enter(
-    Entry(
-        "designs_of_scores.RealFormer",
-        lambda: (RealFormer(52, 4, 4), (torch.randn(2, 13, 52),)),
-        {f"blocks.{index}": Expected(4, None, 13**-0.5, 4) for index in range(4)},
-    )
+    "designs_of_scores.RealFormer",
+    lambda: (RealFormer(52, 4, 4), (torch.randn(2, 13, 52),)),
+    {f"blocks.{index}": Expected(4, None, 13**-0.5, 4) for index in range(4)},
 )
 
 

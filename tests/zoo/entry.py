@@ -50,10 +50,10 @@ ENTRIES: dict[str, Entry] = {}
 UNREAD = dict(scale=None, seen_heads=None, seen_dim=None, causal=None, calls=None, statistics="none")
 
 
-def enter(entry: Entry) -> None:
-    """Put an entry into the zoo."""
-    assert entry.name not in ENTRIES, entry.name
-    ENTRIES[entry.name] = entry
+def enter(name: str, *fields, **more) -> None:
+    """Put an entry with these fields into the zoo."""
+    assert name not in ENTRIES, name
+    ENTRIES[name] = Entry(name, *fields, **more)
 
 
 def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=..., causal=False, softcap=None,
@@ -61,7 +61,7 @@ def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=...
             statistics="all", tolerance=1e-3, gradients=True, layers=1, step=None, base=None, **members):  # fmt: skip
     """Enter a class as the attention of a residual block: `Block.attention`, built with (d_model, heads, …).
 
-    A function is entered as a class that has it as its only step, and these other members (`config`, `layout`).
+    A function is entered as a class that has it as its only step, and `members` (`config`, `layout`, `kept_as`).
     The scale is 1/√d_k where nothing else is said, and heads and head_dim are seen as they are built. One line that
     attends by several rows of its parameters shows as many layers.
     """
@@ -77,7 +77,7 @@ def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=...
     )
 
     def wrap(design):
-        assert members.keys() <= {"config", "layout"}, members
+        assert members.keys() <= {"config", "layout", "kept_as"}, members
         cls = design if isinstance(design, type) else _with_step(design, step, base, members)
 
         def make():
@@ -89,7 +89,7 @@ def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=...
         name = f"{cls.__module__.rsplit('.', 1)[-1]}.{cls.__name__}"
         name += "" if init is None else f"-init{init}"
         paths = ["attention", *(f"attention#{number}" for number in range(2, layers + 1))]
-        enter(Entry(name, make, dict.fromkeys(paths, expected), code, train, statistics, tolerance, gradients))
+        enter(name, make, dict.fromkeys(paths, expected), code, train, statistics, tolerance, gradients)
         return cls
 
     return wrap
@@ -139,6 +139,7 @@ class SelfAttention(nn.Module):
     """
 
     right = False  # the fixed twin of a reported bug sets it
+    kept_as = None  # attribute that the multiplier is kept in; None if it is computed at every call
     layout = "bhqk"  # axes of the scores, as `note` names them
 
     def __init__(self, d_model: int, heads: int, head_dim: int | None = None, kv_heads: int | None = None):
@@ -150,6 +151,8 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(d_model, self.kv_heads * self.head_dim)
         self.out_proj = nn.Linear(self.heads * self.head_dim, d_model)
         self.add_parts()
+        if self.kept_as is not None:
+            setattr(self, self.kept_as, self.multiplier())
 
     def add_parts(self) -> None:
         """Add parameters and attributes of a subclass."""
@@ -184,7 +187,7 @@ class SelfAttention(nn.Module):
         return query @ key.mT
 
     def scale_product(self, product: Tensor) -> Tensor:
-        return product * self.multiplier()
+        return product * (self.multiplier() if self.kept_as is None else getattr(self, self.kept_as))
 
     def multiplier(self) -> float | Tensor:
         return self.head_dim**-0.5

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from .entry import Block, Divided, Entry, Expected, HeadsLast, SelfAttention, correct, enter
+from .entry import Block, Divided, Expected, HeadsLast, SelfAttention, correct, enter
 from .recording import note
 
 
@@ -174,7 +174,7 @@ for cls, d_model, heads in (ScaledInChannels, 33, 3), (OneHeadOfChannels, 23, 1)
         block.norm = nn.GroupNorm(1, d_model)  # (batch, channels, height, width)
         return block, (torch.randn(2, d_model, 3, 5),)
 
-    enter(Entry(f"layouts.{cls.__name__}", make, {"attention": Expected(heads, head_dim, head_dim**-0.5, heads)}))
+    enter(f"layouts.{cls.__name__}", make, {"attention": Expected(heads, head_dim, head_dim**-0.5, heads)})
 
 
 @correct(39, 3)

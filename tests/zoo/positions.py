@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Block, Causal, Divided, Entry, Expected, SelfAttention, above_diagonal, correct, enter
+from .entry import Block, Causal, Divided, Expected, SelfAttention, above_diagonal, correct, enter
 from .fused import sdpa
 from .recording import note
 
@@ -211,9 +211,7 @@ class OneBiasForAll(nn.Module):
 
 
 enter(
-    Entry(
-        "positions.OneBiasForAll",
-        lambda: (OneBiasForAll(), (torch.randn(2, 13, 57),)),
-        {f"blocks.{index}.attention": Expected(3, 19, 19**-0.5, 3, causal=True) for index in range(3)},
-    )
+    "positions.OneBiasForAll",
+    lambda: (OneBiasForAll(), (torch.randn(2, 13, 57),)),
+    {f"blocks.{index}.attention": Expected(3, 19, 19**-0.5, 3, causal=True) for index in range(3)},
 )

@@ -29,15 +29,10 @@ def reported(code, d_model, heads, *, right_scale=..., scale=None, fixed_expecte
 # The wrong width
 
 
-@reported("unusual_scale", 48, 4, head_dim=20, scale=12**-0.5)
-class HiddenOverHeadsInAnAttribute(SelfAttention):
+@reported("unusual_scale", 48, 4, head_dim=20, scale=12**-0.5, step="multiplier", kept_as="scale")
+def hidden_over_heads_in_an_attribute(self):
     """Gemma and PLaMo have heads wider than hidden/heads; the port computes the scale from those."""
-
-    def add_parts(self):
-        self.scale = (self.head_dim if self.right else self.d_model // self.heads) ** -0.5
-
-    def multiplier(self):
-        return self.scale
+    return (self.head_dim if self.right else self.d_model // self.heads) ** -0.5
 
 
 @reported("unusual_scale", 60, 4, head_dim=24, kv_heads=2, causal=True, scale=15**-0.5)
@@ -65,15 +60,10 @@ class HiddenOverKeyHeads(SelfAttention):
         return (query @ key.mT / self.norm_factor).softmax(-1) @ value
 
 
-@reported("scaled_by_model_dim", 44, 4, scale=44**-0.5)
-class DimForDimHead(SelfAttention):
+@reported("scaled_by_model_dim", 44, 4, scale=44**-0.5, step="multiplier", kept_as="scale")
+def dim_for_dim_head(self):
     """Lecture code: dim ** -0.5, where dim_head was meant, kept as an attribute."""
-
-    def add_parts(self):
-        self.scale = (self.head_dim if self.right else self.d_model) ** -0.5
-
-    def multiplier(self):
-        return self.scale
+    return (self.head_dim if self.right else self.d_model) ** -0.5
 
 
 @reported("scaled_by_model_dim", 52, 4, scale=52**-0.5)
@@ -119,15 +109,10 @@ def multiplied_by_the_root(self):
     return 1 / math.sqrt(self.head_dim) if self.right else math.sqrt(self.head_dim)
 
 
-@reported("unusual_scale", 88, 4, scale=11**-0.5)
-class HalfTheWidth(SelfAttention):
+@reported("unusual_scale", 88, 4, scale=11**-0.5, step="multiplier", kept_as="scaling")
+def half_the_width(self):
     """The width of the rotated half."""
-
-    def add_parts(self):
-        self.scaling = (self.head_dim if self.right else self.head_dim // 2) ** -0.5
-
-    def multiplier(self):
-        return self.scaling
+    return (self.head_dim if self.right else self.head_dim // 2) ** -0.5
 
 
 # Applied twice, or not at all

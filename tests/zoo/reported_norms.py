@@ -111,14 +111,9 @@ class NormedAndScaledTwice(Normed, Kernel):
         return query if self.right else query * self.head_dim**-0.5, key
 
 
-@reported("unusual_scale", 60, 4, head_dim=24, scale=15**-0.5)
-class NormedByHiddenOverHeads(Normed):
-    def add_parts(self):
-        super().add_parts()
-        self.scaling = (self.head_dim if self.right else self.d_model // self.heads) ** -0.5
-
-    def multiplier(self):
-        return self.scaling
+@reported("unusual_scale", 60, 4, head_dim=24, scale=15**-0.5, step="multiplier", base=Normed, kept_as="scaling")
+def normed_by_hidden_over_heads(self):
+    return (self.head_dim if self.right else self.d_model // self.heads) ** -0.5
 
 
 @reported("config_mismatch", 72, 4, scale=18**-0.5, right_scale=0.4)

@@ -217,15 +217,10 @@ class MscaleForMscaleOfAllDims(Rotary):
         return self.head_dim**-0.5 * (0.1 * which * math.log(40) + 1) ** 2
 
 
-@reported("unusual_scale", 64, 4, head_dim=10, scale=10**0.5)
-class LatentsMultiplied(SelfAttention):
+@reported("unusual_scale", 64, 4, head_dim=10, scale=10**0.5, step="multiplier", kept_as="softmax_scale")
+def latents_multiplied(self):
     """The scale of a multi-head latent attention has the wrong sign in its exponent."""
-
-    def add_parts(self):
-        self.softmax_scale = self.head_dim ** (-0.5 if self.right else 0.5)
-
-    def multiplier(self):
-        return self.softmax_scale
+    return self.head_dim ** (-0.5 if self.right else 0.5)
 
 
 # Norms
@@ -354,15 +349,10 @@ class InverseLayer(OfLayer):
         return self.head_dim**-0.5 / (self.layer_idx + 1)
 
 
-@correct(88, 4, scale=8 / 22, **plain)
-class MuTransferred(SelfAttention):
+@correct(88, 4, scale=8 / 22, **plain, step="multiplier", kept_as="attn_scale")
+def mu_transferred(self):
     """muP for a base of heads of 64: 8/d_k."""
-
-    def add_parts(self):
-        self.attn_scale = 8 / self.head_dim
-
-    def multiplier(self):
-        return self.attn_scale
+    return 8 / self.head_dim
 
 
 @correct(52, 4, scale=math.e, **plain)

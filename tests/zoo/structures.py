@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .entry import Block, Causal, Divided, Entry, Expected, SelfAttention, correct, enter
+from .entry import Block, Causal, Divided, Expected, SelfAttention, correct, enter
 from .fused import dense, sdpa
 from .positions import rotate_halves
 from .products import AsPrinted
@@ -233,12 +233,10 @@ class LayersInOneModule(nn.Module):
 
 
 enter(
-    Entry(
-        "structures.LayersInOneModule",
-        lambda: (LayersInOneModule(44, 4), (torch.randn(2, 13, 44),)),
-        {f"LayersInOneModule{number}": Expected(4, 11, 11**-0.5, 4) for number in ("", "#2", "#3")},
-        statistics="none",
-    )
+    "structures.LayersInOneModule",
+    lambda: (LayersInOneModule(44, 4), (torch.randn(2, 13, 44),)),
+    {f"LayersInOneModule{number}": Expected(4, 11, 11**-0.5, 4) for number in ("", "#2", "#3")},
+    statistics="none",
 )
 
 
@@ -299,11 +297,9 @@ class ManyHeads(nn.Module):
 
 
 enter(
-    Entry(
-        "structures.ManyHeads",
-        lambda: (Block(39, ManyHeads(39, 3, 13)), (torch.randn(2, 13, 39),)),
-        {f"attention.heads.{index}": Expected(1, 13, 13**-0.5, 1, causal=True) for index in range(3)},
-    )
+    "structures.ManyHeads",
+    lambda: (Block(39, ManyHeads(39, 3, 13)), (torch.randn(2, 13, 39),)),
+    {f"attention.heads.{index}": Expected(1, 13, 13**-0.5, 1, causal=True) for index in range(3)},
 )
 
 
@@ -321,12 +317,10 @@ class Shared(nn.Module):
 
 
 enter(
-    Entry(
-        "structures.Shared",
-        lambda: (Shared(), (torch.randn(2, 13, 33),)),
-        {f"block.attention[{depth}]": Expected(3, 11, 11**-0.5, 3) for depth in range(3)},
-        statistics="none",
-    )
+    "structures.Shared",
+    lambda: (Shared(), (torch.randn(2, 13, 33),)),
+    {f"block.attention[{depth}]": Expected(3, 11, 11**-0.5, 3) for depth in range(3)},
+    statistics="none",
 )
 
 
@@ -354,12 +348,10 @@ class CrossToItself(CrossAttention):
 
 
 enter(
-    Entry(
-        "structures.Deep",
-        lambda: (Deep(), (torch.randint(0, 101, (2, 13)),)),
-        {
-            "body.blocks.0.attention": Expected(3, 11, 11**-0.5, 3),
-            "body.blocks.1.attention": Expected(1, 33, 33**-0.5, 1),
-        },
-    )
+    "structures.Deep",
+    lambda: (Deep(), (torch.randint(0, 101, (2, 13)),)),
+    {
+        "body.blocks.0.attention": Expected(3, 11, 11**-0.5, 3),
+        "body.blocks.1.attention": Expected(1, 33, 33**-0.5, 1),
+    },
 )
