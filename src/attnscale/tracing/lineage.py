@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from attnscale.tracing.coordinates import Map, Shape, broadcast
+from attnscale.tracing.coordinates import Map, Shape, broadcast, viewed
 from attnscale.tracing.roles import Effect, Role, Scores, role_of_parts, statistic_of
 
 if TYPE_CHECKING:
@@ -109,6 +110,12 @@ def moved(
         depth=parent.depth + 1,
         role=None if parent.role is None else parent.role.after(effect),
     )
+
+
+def view_of(parent: Node, name: str, *args: Any) -> Node:
+    """Return the node of a view of a tensor that the model does not make itself."""
+    shape = tuple(getattr(torch.ops.aten, name)(torch.empty(parent.shape, device="meta"), *args).shape)
+    return moved(parent, shape, viewed(name, parent.shape, *args)[0])
 
 
 def joined(shape: Shape, steps: list[Step]) -> Node:

@@ -9,7 +9,7 @@ from torch.utils.weak import TensorWeakRef
 
 from attnscale.torch_internals import inside_nested_tensors
 from attnscale.tracing import arithmetic, coordinates
-from attnscale.tracing.coordinates import Map
+from attnscale.tracing.coordinates import Map, viewed
 from attnscale.tracing.lineage import (
     Node,
     Operation,
@@ -25,10 +25,23 @@ from attnscale.tracing.lineage import (
 )
 from attnscale.tracing.roles import DropoutMask
 
+VIEWS = (
+    "alias", "_unsafe_view", "view", "unsqueeze", "squeeze", "expand", "transpose", "t", "permute", "slice", "select",
+    "unfold", "split", "split_with_sizes", "unsafe_split", "unbind",
+)  # fmt: skip
 
-def _viewed(op: Operation, back: Map, forth: Map) -> Node:
+
+def _view(op: Operation) -> Result:
+    if isinstance(op.result, Tensor):
+        return _linked(op, op.result)
+    return [_linked(op, part, output) for output, part in enumerate(op.result)]
+
+
+def _linked(op: Operation, result: Tensor, output: int | None = None) -> Node:
     """Return the node of a view, linked to its operand because a write changes both."""
-    node = moved(op.node(), op.shape, back)
+    parent = op.node()
+    back, forth = viewed(op.name, parent.shape, *op.args[1:], output=output, **op.kwargs)
+    node = moved(parent, shape_of(result), back)
     if node.steps:
         node.steps[0].view = View(forth, TensorWeakRef(op.args[0]))
     return node
@@ -39,12 +52,8 @@ def _copied(back: Callable[[Operation], Map | None]) -> Reader:
     return lambda op: moved(op.node(), op.shape, back(op))
 
 
-def _alias(op: Operation) -> Node:
-    return _viewed(op, coordinates.unmoved, coordinates.unmoved)
-
-
 def _detach(op: Operation) -> Node:
-    node = _alias(op)
+    node = _linked(op, op.result)
     if node.steps and not inside_nested_tensors():  # nested tensors detach their values but have own gradients
         node.steps[0].effect = "detach"
     return node
@@ -54,53 +63,8 @@ def _bernoulli(op: Operation) -> Node:
     return Node(op.shape, role=DropoutMask())
 
 
-def _reshape(op: Operation) -> Node:
-    parent = op.node()
-    return _viewed(op, coordinates.reshaped(parent.shape, op.shape), coordinates.reshaped(op.shape, parent.shape))
-
-
-def _permute(op: Operation) -> Node:
-    order = [axis % len(op.shape) for axis in op.args[1]]
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return _viewed(op, coordinates.permuted(order), coordinates.permuted(inverse))
-
-
-def _transpose(op: Operation) -> Node:
-    first, second = (op.args[1], op.args[2]) if len(op.args) > 2 else (0, -1)
-    swap = coordinates.transposed(len(op.shape), first, second)
-    return _viewed(op, swap, swap)
-
-
-def _slice(op: Operation) -> Node:
-    parent, axis = op.node(), _axis(op, op.argument(1, "dim", 0))
-    size, start = parent.shape[axis], op.argument(2, "start") or 0
-    start = min(max(start + size if start < 0 else start, 0), size)
-    step = op.argument(4, "step", 1)
-    back, forth = coordinates.sliced(axis, start, step), coordinates.into_slice(axis, start, step, op.shape[axis])
-    return _viewed(op, back, forth)
-
-
-def _select(op: Operation) -> Node:
-    axis = _axis(op, op.args[1])
-    index = op.args[2] % max(op.node().shape[axis], 1)
-    return _viewed(op, coordinates.selected(axis, index), coordinates.stacked(axis, index))
-
-
 def _axis(op: Operation, axis: int) -> int:
     return axis % max(len(op.node().shape), 1)
-
-
-def _pieces(op: Operation) -> list[Node]:
-    parent, axis, start, nodes = op.node(), _axis(op, op.argument(2, "dim", 0)), 0, []
-    for part in op.result:
-        nodes.append(moved(parent, shape_of(part), coordinates.sliced(axis, start)))
-        start += part.shape[axis]
-    return nodes
-
-
-def _unbind(op: Operation) -> list[Node]:
-    parent, axis = op.node(), _axis(op, op.argument(1, "dim", 0))
-    return [moved(parent, shape_of(part), coordinates.selected(axis, i)) for i, part in enumerate(op.result)]
 
 
 def _pad(op: Operation) -> Node:
@@ -112,7 +76,7 @@ def _pad(op: Operation) -> Node:
 
 
 def _view_as_complex(op: Operation) -> Node:
-    return moved(op.node(), op.shape, coordinates.selected(len(op.shape), 0), "pair")
+    return moved(op.node(), op.shape, viewed("select", op.node().shape, -1, 0)[0], "pair")
 
 
 def _dropout(op: Operation) -> Result:
@@ -198,14 +162,11 @@ def _written_into(op: Operation) -> Node:
 
 
 READERS: dict[str, Reader] = {
+    **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(("clone", "_to_copy", "lift_fresh", "_conj", "triu", "tril"), _copied(lambda op: None)),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum"), _copied(lambda op: None)),
-    "_unsafe_view": _copied(lambda op: coordinates.reshaped(op.node().shape, op.shape)),
-    "expand": _copied(lambda op: coordinates.broadcast(op.node().shape, len(op.shape))),
     "repeat": _copied(lambda op: coordinates.repeated(op.node().shape, len(op.shape))),
-    "unfold": _copied(lambda op: coordinates.unfolded(_axis(op, op.args[1]), op.args[3])),
     "view_as_real": _copied(lambda op: lambda points: points[:, :-1]),
-    "alias": _alias,
     "detach": _detach,
     "bernoulli": _bernoulli,
     "index_select": _index_select,
@@ -213,16 +174,9 @@ READERS: dict[str, Reader] = {
     "topk": _topk,
     "mean": _mean,
     **dict.fromkeys(("native_dropout", "_fused_dropout"), _dropout),
-    **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
-    **dict.fromkeys(("transpose", "t"), _transpose),
-    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _pieces),
     **dict.fromkeys(
         ("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter", "masked_scatter"), _written_into
     ),
-    "permute": _permute,
-    "slice": _slice,
-    "select": _select,
-    "unbind": _unbind,
     "constant_pad_nd": _pad,
     "view_as_complex": _view_as_complex,
     "cat": _cat,

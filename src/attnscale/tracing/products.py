@@ -1,6 +1,5 @@
 """Readers of matrix products: projections, scores, and values mixed by weights."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -8,10 +7,10 @@ import torch
 from torch import Tensor
 
 from attnscale.numerics import is_surely_finite
-from attnscale.tracing import coordinates, softmaxes
+from attnscale.tracing import softmaxes
 from attnscale.tracing.coordinates import Map, Points, Shape
 from attnscale.tracing.following import are_positions, channels, follow
-from attnscale.tracing.lineage import Node, Operation, Projection, Reader, Result, Step, moved
+from attnscale.tracing.lineage import Node, Operation, Projection, Reader, Result, Step, view_of
 from attnscale.tracing.parameters import Origin, sampled_origin
 from attnscale.tracing.roles import (
     Exponentials,
@@ -182,37 +181,30 @@ def _sum_of_pairs(op: Operation) -> Result:
 
 def _product_of_pairs(op: Operation, pair: PairwiseProduct, shape: Shape, axis: int) -> Node | None:
     """Return the node of (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1), read as a batched matrix product."""
-    nodes = op.lineage.node(pair.left), op.lineage.node(pair.right)
-    left, right = (operand.expand(*_aligned(operand, shape)) for operand in (pair.left, pair.right))
-    rows = [at for at in range(len(shape)) if at != axis and right.shape[at] < shape[at]]
-    columns = [at for at in range(len(shape)) if at != axis and left.shape[at] < shape[at]]
+    left, right = ((1,) * (len(shape) - side.dim()) + tuple(side.shape) for side in (pair.left, pair.right))
+    rows = [at for at in range(len(shape)) if at != axis and right[at] < shape[at]]
+    columns = [at for at in range(len(shape)) if at != axis and left[at] < shape[at]]
     if len(rows) != 1 or len(columns) != 1:
         return None
     batch = [at for at in range(len(shape)) if at not in (axis, rows[0], columns[0])]
-    sizes = tuple(shape[at] for at in batch)
-    lead, count = (math.prod(sizes),), len(sizes)
-    operands, lineages = [], []
-    for operand, node, order in ((left, nodes[0], (*rows, axis)), (right, nodes[1], (axis, *columns))):
-        turn = [*batch, *order, *(at for at in (rows[0], columns[0]) if at not in order)]
-        whole = (*sizes, *(operand.shape[at] for at in order))
-        turned = operand.permute(*turn).squeeze(-1)
-        node = moved(node, tuple(operand.shape), coordinates.broadcast(node.shape, operand.dim()))
-        node = moved(node, (*whole, 1), coordinates.permuted(turn))
-        node = moved(node, (*lead, *whole[count:]), coordinates.reshaped((*whole, 1), (*lead, *whole[count:])))
-        operands.append(turned.expand(*sizes, *turned.shape[count:]).reshape(*lead, *turned.shape[count:]))
-        lineages.append(node)
-    made = Node((*lead, shape[rows[0]], shape[columns[0]]), learned=True)
-    made.role = Scores(
-        Product(operands[0], operands[1], lineages[0], lineages[1], op.tracer.modules(), made.shape, made.token)
-    )
-    axes = [*batch, rows[0], columns[0]]
-    unmerged = (*sizes, *made.shape[1:])
-    result = moved(made, unmerged, coordinates.reshaped(made.shape, unmerged))
-    return moved(result, op.shape, coordinates.permuted([axes.index(at) for at in sorted(axes)]))
+    factors = (pair.left, [*batch, *rows, axis, *columns]), (pair.right, [*batch, axis, *columns, *rows])
+    operands, nodes = zip(*(_as_matrices(op, factor, shape, order) for factor, order in factors), strict=True)
+    made = Node((*operands[0].shape[:2], operands[1].shape[2]), learned=True)
+    made.role = Scores(Product(*operands, *nodes, op.tracer.modules(), made.shape, made.token))
+    axes = [*batch, *rows, *columns]
+    unmerged = view_of(made, "view", [shape[at] for at in axes])
+    return view_of(unmerged, "permute", [axes.index(at) for at in sorted(axes)])
 
 
-def _aligned(tensor: Tensor, shape: Shape) -> Shape:
-    return (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
+def _as_matrices(op: Operation, factor: Tensor, shape: Shape, order: list[int]) -> tuple[Tensor, Node]:
+    """Return a factor of all pairs, and its node, as (batch, n, m): its axes in this order, without the last."""
+    node, sizes = op.lineage.node(factor), [shape[at] for at in order[-3:-1]]
+    for name, args in (
+        ("expand", [list(shape)]), ("permute", [order]), ("select", [-1, 0]), ("reshape", [[-1, *sizes]])
+    ):  # fmt: skip
+        factor = getattr(factor, name)(*args)
+        node = view_of(node, "view" if name == "reshape" else name, *args)
+    return factor, node
 
 
 def _projected_by(shape: Shape, left: Node, right: Node, weight: int, bias: Node | None) -> Node:
@@ -261,8 +253,7 @@ def _convolution(op: Operation) -> Node:
 
     inputs = tuple(range(1, len(weight.shape)))
     if bias is not None:
-        column = (*bias.shape, *(1 for _ in inputs[1:]))
-        bias = moved(bias, column, coordinates.reshaped(bias.shape, column))
+        bias = view_of(bias, "view", [*bias.shape, *(1 for _ in inputs[1:])])
     return _projected(shape, op.node(0), weight, channel, inputs, bias)
 
 
