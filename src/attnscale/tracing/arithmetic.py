@@ -44,8 +44,6 @@ def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
         node.role = PairwiseProduct(op.args[0], op.args[1], softmax)
     if op.name == "mul" and isinstance(main.role, Scores) and isinstance(second.role, Scores):
         main.role.of.times_own_tanh |= main.role.of is second.role.of and main.role.of.capped
-    if effect == "plus" and node.steps and isinstance(main.role, Scores) and isinstance(second.role, Scores):
-        node.steps[0].other_scores = second if second.role.of is not main.role.of else None
     node.learned = main.learned or second.learned
     node.parameter = main.parameter and (second.parameter or second.shape == ())
     return node
@@ -118,7 +116,8 @@ def _even_along_features(tensor: Tensor) -> bool:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    return float(value) if is_number else math.nan
 
 
 def _negative(op: Operation) -> Node:
@@ -131,7 +130,7 @@ def _negative(op: Operation) -> Node:
 def _fill(op: Operation) -> Node:
     """Read masked_fill(x, mask, value), index_fill(x, axis, index, value) and fill(x, value)."""
     value = op.argument({"fill": 1, "index_fill": 3}.get(op.name, 2), "value", 0.0)
-    return moved(op.node(), op.shape, widened(op.node(), op.shape), "fill", _scalar(value))
+    return moved(op.node(), op.shape, widened(op.node(), op.shape), "fill", _number(value))
 
 
 def _where(op: Operation) -> Node:
@@ -139,15 +138,9 @@ def _where(op: Operation) -> Node:
         return opaque(op)
     side = _main_operand(op, op.args[1:3])
     main, other = op.lineage.node(op.args[1 + side]), op.args[2 - side]
-    node = moved(main, op.shape, widened(main, op.shape), "fill", _scalar(other))
+    node = moved(main, op.shape, widened(main, op.shape), "fill", _number(other))
     node.learned = any(parent.learned for parent in op.nodes())
     return node
-
-
-def _scalar(value: Any) -> float:
-    if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 else math.nan
-    return _number(value)
 
 
 def _tanh(op: Operation) -> Node:

@@ -87,27 +87,15 @@ def reduced(source: Shape, axes: Sequence[int], keepdim: bool) -> Map:
     return back
 
 
-def piece(axis: int, start: int, stop: int) -> Map:
-    """Map one operand of a concatenation."""
+def piece(axis: int, start: int, stop: int, is_stacked: bool) -> Map:
+    """Map one operand of a concatenation, or of a stack."""
 
     def back(points: Points) -> Points:
         inside = (points[:, axis] >= start) & (points[:, axis] < stop)
         points = points.copy()
         points[:, axis] -= start
         points[~inside] = NOWHERE
-        return points
-
-    return back
-
-
-def stacked(axis: int, index: int) -> Map:
-    """Map one operand of a stack."""
-
-    def back(points: Points) -> Points:
-        inside = points[:, axis] == index
-        points = np.delete(points, axis, axis=1)
-        points[~inside] = NOWHERE
-        return points
+        return np.delete(points, axis, axis=1) if is_stacked else points
 
     return back
 

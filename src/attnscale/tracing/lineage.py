@@ -5,14 +5,13 @@ operands of a product, until its softmax.
 """
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from attnscale.tracing.coordinates import Map, Shape, broadcast, viewed
 from attnscale.tracing.roles import Effect, Role, Scores, role_of_parts, statistic_of
@@ -46,7 +45,6 @@ class Step:
     effect: Effect = "same"
     operand: float | Tensor | None = None
     view: View | None = None  # set if the result shares the operand's memory
-    other_scores: "Node | None" = None  # added node, if an image of another product
     added: "Node | None" = None  # node added to the value; for a normalisation, its bias
     multiplied: "Node | None" = None  # node multiplied with it; for a normalisation, its gain
     is_cache: bool = False  # the result contains values of an earlier call
@@ -134,28 +132,12 @@ def joined(shape: Shape, steps: list[Step]) -> Node:
     )
 
 
-class _Entry(weakref.ref[Tensor]):
-    """A weak reference to a tensor, and its node."""
-
-    __slots__ = ("key", "node")
-    key: int
-    node: Node
-
-
 class Lineage:
     """Nodes of a running model's tensors, each for the lifetime of its tensor."""
 
     def __init__(self, name_of: Callable[[Tensor], str | None] = lambda tensor: None) -> None:
         self._name_of = name_of
-        self._entries: dict[int, _Entry] = {}
-        lineage = weakref.ref(self)  # weak, so that the callback does not keep it alive
-
-        def forget(gone: weakref.ref[Tensor]) -> None:
-            own = lineage()
-            if own is not None and isinstance(gone, _Entry) and own._entries.get(gone.key) is gone:
-                del own._entries[gone.key]
-
-        self._forget = forget
+        self._nodes = WeakTensorKeyDictionary()
 
     def node(self, tensor: Tensor) -> Node:
         """Return the node of a tensor; a new tensor starts a lineage."""
@@ -171,14 +153,11 @@ class Lineage:
 
     def known(self, tensor: Tensor) -> Node | None:
         """Return the node of a tensor; None for a new tensor."""
-        entry = self._entries.get(id(tensor))
-        return entry.node if entry is not None and entry() is tensor else None
+        return self._nodes.get(tensor)  # type: ignore[no-any-return]  # torch's class is untyped
 
     def write(self, tensor: Tensor, node: Node) -> None:
         """Set the node of a tensor."""
-        entry = _Entry(tensor, self._forget)
-        entry.key, entry.node = id(tensor), node
-        self._entries[entry.key] = entry
+        self._nodes[tensor] = node
 
     def write_through(self, view: Node, written: Node) -> None:
         """Record a write to a view: its base now holds the written values there, and its old values elsewhere."""

@@ -118,20 +118,15 @@ def _mean(op: Operation) -> Result:
 
 
 def _cat(op: Operation) -> Node:
+    """Read a cat or a stack."""
     axis = op.argument(1, "dim", 0) % max(len(op.shape), 1)
     steps, start = [], 0
     for tensor in op.args[0]:
-        if len(tensor.shape) != len(op.shape):  # torch ignores empty tensors of another rank
+        if op.name == "cat" and len(tensor.shape) != len(op.shape):  # torch ignores empty tensors of another rank
             continue
-        stop = start + tensor.shape[axis]
-        steps.append(Step(op.lineage.node(tensor), coordinates.piece(axis, start, stop)))
+        stop = start + (tensor.shape[axis] if op.name == "cat" else 1)
+        steps.append(Step(op.lineage.node(tensor), coordinates.piece(axis, start, stop, op.name == "stack")))
         start = stop
-    return joined(op.shape, steps)
-
-
-def _stack(op: Operation) -> Node:
-    axis = op.argument(1, "dim", 0) % len(op.shape)
-    steps = [Step(op.lineage.node(part), coordinates.stacked(axis, at)) for at, part in enumerate(op.args[0])]
     return joined(op.shape, steps)
 
 
@@ -180,6 +175,6 @@ READERS: dict[str, Reader] = {
     "constant_pad_nd": _pad,
     "view_as_complex": _view_as_complex,
     "cat": _cat,
-    "stack": _stack,
+    "stack": _cat,
     "copy": _copy,
 }

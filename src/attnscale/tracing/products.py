@@ -1,7 +1,5 @@
 """Readers of matrix products: projections, scores, and values mixed by weights."""
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -82,7 +80,7 @@ def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]
             keep_values, node.role.softmax.keep_values = node.role.softmax.keep_values, None  # release the operands
             if keep_values is not None:
                 keep_values(node, operands[1 - side], side)
-            _mix(node.role.softmax, node, -2 if side else -1, values, _Mixture(operands[side], op.result))
+            _mix(op, node.role.softmax, node, -2 if side else -1, values, operands[side])
             _compare_pairs(node.role.softmax, node, nodes[1 - side])
             return Node(op.shape, learned=True, role=MixedValues(node.role.softmax))
         if isinstance(node.role, Exponentials):
@@ -91,17 +89,13 @@ def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]
     return None
 
 
-class _Mixture(NamedTuple):
-    """Weights as multiplied with values, and the result."""
-
-    weights: Tensor
-    output: Tensor
-
-
 def _mix(
-    softmax: Softmax, weights: Node, axis: int, values: Origin | None = None, mixture: _Mixture | None = None
+    op: Operation, softmax: Softmax, weights: Node, axis: int, values: Origin | None, operand: Tensor | None
 ) -> None:
-    """Record that values are summed along an axis of the weights, and check that weights sum to one along it."""
+    """Record that values are summed along an axis of the weights, and check that weights sum to one along it.
+
+    `operand` holds the weights; None if they are multiplied with the values already.
+    """
     softmax.meets_values(values)
     if weights.shape[axis] < 2:
         return
@@ -116,16 +110,13 @@ def _mix(
             softmax.is_masked |= bool(trace.fills)
             softmax.drops |= trace.dropped
             softmax.is_obscure |= trace.blended or trace.added
-            if mixture is not None:
+            if operand is not None:
                 is_known = not softmax.is_short and _only_moved(weights)  # an unchanged softmax sums to one
                 is_known |= trace.blended or trace.added or trace.dropped
                 is_known |= trace.node.shape[softmax.axis] != weights.shape[axis]
-                off_one = None if is_known else _distance_from_one(mixture.weights, axis, float(trace.factor[0]))
-                softmax.measured(off_one, _has_undefined(mixture))
-
-
-def _has_undefined(mixture: _Mixture) -> Tensor:
-    return torch.tensor(False) if is_surely_finite(mixture.output) else mixture.weights.detach().isnan().any()
+                off_one = None if is_known else _distance_from_one(operand, axis, float(trace.factor[0]))
+                is_finite = is_surely_finite(op.result)
+                softmax.measured(off_one, torch.tensor(False) if is_finite else operand.detach().isnan().any())
 
 
 def _distance_from_one(weights: Tensor, axis: int, factor: float) -> Tensor:
@@ -171,11 +162,9 @@ def _sum_of_pairs(op: Operation) -> Result:
         return softmaxes.READERS["sum"](op)
     axis = axes % len(parent.shape) if isinstance(axes, int) else axes[0] % len(parent.shape) if axes else 0
     if role.softmax is not None:
-        _mix(role.softmax, parent, axis)
+        _mix(op, role.softmax, parent, axis, None, None)
         return Node(op.shape, learned=True, role=MixedValues(role.softmax))
-    found = None
-    if not op.argument(2, "keepdim", False):
-        found = _product_of_pairs(op, role, parent.shape, axis)
+    found = None if op.argument(2, "keepdim", False) else _product_of_pairs(op, role, parent.shape, axis)
     return found or softmaxes.READERS["sum"](op)
 
 

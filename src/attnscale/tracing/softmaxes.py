@@ -90,18 +90,16 @@ def _sum(op: Operation) -> Result:
 
 def _log(op: Operation) -> Result:
     role = _sum_at(op, 0, "sum")
-    return unknown(op) if role is None else _of_sum(op, ExponentialSum(role.of, role.axis, form="log"))
+    if role is None:
+        return unknown(op)
+    return Node(op.shape, learned=True, role=ExponentialSum(role.of, role.axis, form="log"))
 
 
 def _inverse(op: Operation) -> Result:
     role = _sum_at(op, 0, "sum")
     if role is None or (op.name == "pow" and op.args[1] != -1):
         return unknown(op)
-    return _of_sum(op, ExponentialSum(role.of, role.axis, role.exponent, "inverse"))
-
-
-def _of_sum(op: Operation, role: ExponentialSum) -> Node:
-    return Node(op.shape, learned=True, role=role)
+    return Node(op.shape, learned=True, role=ExponentialSum(role.of, role.axis, role.exponent, "inverse"))
 
 
 def _sum_at(op: Operation, side: int, form: str) -> ExponentialSum | None:
