@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from attnscale.tracing.lineage import Node, Operation, Reader, Result, Step, moved, opaque, widened
+from attnscale.tracing.lineage import Node, Operation, Reader, Step, moved, opaque, widened
 from attnscale.tracing.roles import (
     DropoutMask,
     Effect,
@@ -150,11 +150,10 @@ def _tanh(op: Operation) -> Node:
     return node
 
 
-def reduced(op: Operation) -> Result:
+def reduced(op: Operation) -> Node:
     """Read a sum, a maximum or the like over some dimensions."""
     parent = op.node()
-    node = Node(op.shape, learned=parent.learned, parameter=parent.parameter, role=statistic_of(parent.role))
-    return [node, None] if isinstance(op.result, (tuple, list)) else node
+    return Node(op.shape, learned=parent.learned, parameter=parent.parameter, role=statistic_of(parent.role))
 
 
 def reduced_axes(op: Operation) -> list[int]:
@@ -165,26 +164,26 @@ def reduced_axes(op: Operation) -> list[int]:
     return [axis % max(rank, 1) for axis in ([axes] if isinstance(axes, int) else axes)]
 
 
-def _norm(op: Operation) -> Result:
+def _norm(op: Operation) -> Node:
     node = moved(op.node(), op.shape, None, "norm")
     if node.steps and op.name in WITH_A_GAIN:
         gain, bias = op.argument(2, "weight"), op.argument(3, "bias") if op.name != "_fused_rms_norm" else None
         node.steps[0].multiplied = None if gain is None else op.lineage.node(gain)
         node.steps[0].added = None if bias is None else op.lineage.node(bias)
-    return [node] if isinstance(op.result, (tuple, list)) else node
+    return node
 
 
-def _batch_norm(op: Operation) -> Result:
+def _batch_norm(op: Operation) -> Node:
     """Read a batch norm; in evaluation it only multiplies and adds constants, like part of the projection."""
     if op.argument(5, "training") is False:
-        return [moved(op.node(), op.shape, None, "other")]
+        return moved(op.node(), op.shape, None, "other")
     return _norm(op)
 
 
-def _weight_norm(op: Operation) -> Result:
+def _weight_norm(op: Operation) -> Node:
     node = moved(op.node(), op.shape, None, "norm")
     node.steps[0].multiplied = op.node(1)
-    return [node]
+    return node
 
 
 Elementwise = Callable[[Operation], Node]

@@ -98,38 +98,32 @@ def moved(
     parent: Node, shape: Shape, back: Map | None, effect: Effect = "same", operand: float | Tensor | None = None
 ) -> Node:
     """Return the node of a result that moves, or changes elementwise, the elements of its parent."""
-    if parent.depth >= LONGEST:
-        return Node(shape, learned=parent.learned, parameter=parent.parameter)
-    return Node(
+    role = None if parent.role is None else parent.role.after(effect)
+    return _made(shape, [Step(parent, back, effect, operand)], role)
+
+
+def joined(shape: Shape, steps: Sequence[Step]) -> Node:
+    """Return the node of a result made of several parts."""
+    return _made(shape, steps, role_of_parts(step.parent.role for step in steps))
+
+
+def _made(shape: Shape, steps: Sequence[Step], role: Role | None) -> Node:
+    parents = [step.parent for step in steps]
+    depth = max((parent.depth for parent in parents), default=0)
+    node = Node(
         shape,
-        steps=(Step(parent, back, effect, operand),),
-        learned=parent.learned,
-        parameter=parent.parameter,
-        depth=parent.depth + 1,
-        role=None if parent.role is None else parent.role.after(effect),
+        learned=any(parent.learned for parent in parents),
+        parameter=all(parent.parameter for parent in parents),
     )
+    if depth < LONGEST:
+        node.steps, node.depth, node.role = tuple(steps), depth + 1, role
+    return node
 
 
 def view_of(parent: Node, name: str, *args: Any) -> Node:
     """Return the node of a view of a tensor that the model does not make itself."""
     shape = tuple(getattr(torch.ops.aten, name)(torch.empty(parent.shape, device="meta"), *args).shape)
     return moved(parent, shape, viewed(name, parent.shape, *args)[0])
-
-
-def joined(shape: Shape, steps: list[Step]) -> Node:
-    """Return the node of a result made of several parts."""
-    parents = [step.parent for step in steps]
-    learned, depth = any(parent.learned for parent in parents), max((parent.depth for parent in parents), default=0)
-    if depth >= LONGEST:
-        return Node(shape, learned=learned)
-    return Node(
-        shape,
-        steps=tuple(steps),
-        learned=learned,
-        parameter=all(parent.parameter for parent in parents),
-        depth=depth + 1,
-        role=role_of_parts(parent.role for parent in parents),
-    )
 
 
 class Lineage:
@@ -176,20 +170,24 @@ def shape_of(tensor: Tensor) -> Shape:
     return () if tensor.is_nested else tuple(tensor.shape)
 
 
-Result = Node | Sequence[Node | None]
+Result = Node | Sequence[Node]  # of the first result, or of all
 
 
+@dataclass(frozen=True)
 class Operation:
     """One completed call of an ATen operation."""
 
-    __slots__ = ("args", "kwargs", "name", "result", "shape", "tracer")
+    name: str  # without namespace, overload and the underscore of in-place forms
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    result: Any
+    tracer: "Tracer"
 
-    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, tracer: "Tracer") -> None:
-        self.name = name  # without namespace, overload and the underscore of in-place forms
-        self.args, self.kwargs, self.result, self.tracer = args, kwargs, result, tracer
-        if not isinstance(result, Tensor):
-            result = result[0] if isinstance(result, (tuple, list)) and result else None
-        self.shape: Shape = shape_of(result) if isinstance(result, Tensor) else ()  # shape of the first result
+    @property
+    def shape(self) -> Shape:
+        """Shape of the first result."""
+        first = self.result[0] if isinstance(self.result, (tuple, list)) and self.result else self.result
+        return shape_of(first) if isinstance(first, Tensor) else ()
 
     @property
     def lineage(self) -> Lineage:
@@ -218,14 +216,8 @@ def widened(parent: Node, shape: Shape) -> Map | None:
     return None if parent.shape == shape else broadcast(parent.shape, len(shape))
 
 
-def unknown(op: Operation) -> Result:
-    """Read an operation without a reader of its own."""
-    node = opaque(op)
-    return [node] if isinstance(op.result, (tuple, list)) else node
-
-
 def opaque(op: Operation) -> Node:
-    """Return a node that assumes an elementwise operation if shapes match, else a new lineage."""
+    """Read an operation without a reader of its own: elementwise if shapes match, else a new lineage."""
     shape, parents = op.shape, op.nodes()
     like = [parent for parent in parents if parent.shape == shape]
     main = max(like, key=lambda parent: (isinstance(parent.role, Scores), parent.learned), default=None)

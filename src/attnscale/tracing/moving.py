@@ -79,9 +79,8 @@ def _view_as_complex(op: Operation) -> Node:
     return moved(op.node(), op.shape, viewed("select", op.node().shape, -1, 0)[0], "pair")
 
 
-def _dropout(op: Operation) -> Result:
-    node = moved(op.node(), op.shape, None, "drop")
-    return [node] if isinstance(op.result, (tuple, list)) else node
+def _dropout(op: Operation) -> Node:
+    return moved(op.node(), op.shape, None, "drop")
 
 
 def _index_select(op: Operation) -> Node:
@@ -102,16 +101,16 @@ def _chosen(op: Operation, axis: int, index: Tensor) -> Node:
     return moved(parent, op.shape, coordinates.chosen(axis, index.cpu().numpy() % parent.shape[axis]))
 
 
-def _topk(op: Operation) -> Result:
+def _topk(op: Operation) -> Node:
     """Read topk of values such as router logits; topk of scores is opaque, because their keys become unknown."""
     parent = op.node()
-    return [opaque(op) if parent.role is not None else moved(parent, op.shape, None, "other"), None]
+    return opaque(op) if parent.role is not None else moved(parent, op.shape, None, "other")
 
 
-def _mean(op: Operation) -> Result:
+def _mean(op: Operation) -> Node:
     """Read a mean over positions, which preserves factors; a mean of scores or weights is a statistic."""
     parent, plain = op.node(), arithmetic.reduced(op)
-    if not isinstance(plain, Node) or parent.role is not None or not parent.learned:
+    if parent.role is not None or not parent.learned:
         return plain
     keepdim = bool(op.argument(2, "keepdim", False))
     return moved(parent, op.shape, coordinates.reduced(parent.shape, arithmetic.reduced_axes(op), keepdim))

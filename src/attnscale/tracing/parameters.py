@@ -47,12 +47,12 @@ class Origin:
     heads: int
     axis: int  # axis of the features
     features: int
-    known: "tuple[Source, ...] | UntraceableError | None" = None
+    known: tuple[Source, ...] | str | None = None  # sources, or why there are none; None if not computed yet
 
     def sources(self) -> tuple[Source, ...]:
         """Return all parameter rows that must be scaled together to scale the queries or keys."""
-        if isinstance(self.known, UntraceableError):
-            raise UntraceableError(*self.known.args)  # a new error: raising the stored one would keep frames alive
+        if isinstance(self.known, str):
+            raise UntraceableError(self.known)
         if self.known is not None:
             return self.known
         points = np.repeat(self.points, self.features, axis=0)
@@ -80,9 +80,9 @@ class Origin:
     def resolved(self) -> "Origin":
         """Return an origin with its sources computed and without reference to the lineage."""
         try:
-            sources: tuple[Source, ...] | UntraceableError = self.sources()
+            sources: tuple[Source, ...] | str = self.sources()
         except UntraceableError as error:
-            sources = error.with_traceback(None)  # its frames reference the lineage
+            sources = str(error)
         return replace(self, node=Node(self.node.shape), points=self.points[:0], known=sources)
 
     def amplitude(self) -> float:

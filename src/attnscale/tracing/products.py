@@ -8,7 +8,7 @@ from attnscale.numerics import is_surely_finite
 from attnscale.tracing import softmaxes
 from attnscale.tracing.coordinates import Map, Points, Shape
 from attnscale.tracing.following import are_positions, channels, follow
-from attnscale.tracing.lineage import Node, Operation, Projection, Reader, Result, Step, view_of
+from attnscale.tracing.lineage import Node, Operation, Projection, Reader, Step, view_of
 from attnscale.tracing.parameters import Origin, sampled_origin
 from attnscale.tracing.roles import (
     Exponentials,
@@ -154,7 +154,7 @@ def are_paired_otherwise(keys: list[tuple[object, ...]], values: list[tuple[obje
     return 1 < groups == len(set(values)) < len(set(zip(keys, values, strict=True)))
 
 
-def _sum_of_pairs(op: Operation) -> Result:
+def _sum_of_pairs(op: Operation) -> Node:
     """Read a product, or a mixture of values, written as a multiplication and a sum."""
     parent, axes = op.node(), op.argument(1, "dim")
     role = parent.role

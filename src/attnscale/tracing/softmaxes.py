@@ -13,7 +13,7 @@ from torch import Tensor
 from attnscale.tracing import arithmetic
 from attnscale.tracing.coordinates import Shape
 from attnscale.tracing.following import are_outputs_of_one_projection, follow
-from attnscale.tracing.lineage import Node, Operation, Reader, Result, moved, opaque, unknown, widened
+from attnscale.tracing.lineage import Node, Operation, Reader, moved, opaque, widened
 from attnscale.tracing.roles import (
     Exponentials,
     ExponentialSum,
@@ -76,10 +76,10 @@ def _exponential(op: Operation) -> Node:
     return node
 
 
-def _sum(op: Operation) -> Result:
+def _sum(op: Operation) -> Node:
     """Read the sum of exponentials over one axis, or a logsumexp of scores."""
     result, role, axes = arithmetic.reduced(op), op.node().role, arithmetic.reduced_axes(op)
-    if len(axes) != 1 or not isinstance(result, Node):
+    if len(axes) != 1:
         return result
     if op.name == "sum" and isinstance(role, Exponentials):
         result.role = ExponentialSum(role.of, axes[0], role.exponent)
@@ -88,17 +88,17 @@ def _sum(op: Operation) -> Result:
     return result
 
 
-def _log(op: Operation) -> Result:
+def _log(op: Operation) -> Node:
     role = _sum_at(op, 0, "sum")
     if role is None:
-        return unknown(op)
+        return opaque(op)
     return Node(op.shape, learned=True, role=ExponentialSum(role.of, role.axis, form="log"))
 
 
-def _inverse(op: Operation) -> Result:
+def _inverse(op: Operation) -> Node:
     role = _sum_at(op, 0, "sum")
     if role is None or (op.name == "pow" and op.args[1] != -1):
-        return unknown(op)
+        return opaque(op)
     return Node(op.shape, learned=True, role=ExponentialSum(role.of, role.axis, role.exponent, "inverse"))
 
 
