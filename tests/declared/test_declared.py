@@ -12,7 +12,7 @@ from torch import nn
 
 from attnscale import MultiheadAttention
 from attnscale.declared import Authority, declared
-from attnscale.declared.fields import QK_NORM_FLAGS
+from attnscale.declared.configuration import QK_NORM_FLAGS
 
 TINY = dict(
     hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=29,

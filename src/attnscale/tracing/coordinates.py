@@ -5,7 +5,7 @@ operand become rows of −1.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -48,7 +48,8 @@ def viewed(name: str, source: Shape, *args: Any, output: int | None = None, **kw
 
 def _same_memory(points: Points, tensor: Tensor, other: Tensor) -> Points:
     """Return the points of `other` that share their memory with these points of `tensor`."""
-    rest = points @ np.array(tensor.stride(), dtype=np.int64) + tensor.storage_offset() - other.storage_offset()
+    offset = int(tensor.storage_offset()) - int(other.storage_offset())
+    rest: Indices = points @ np.array(tensor.stride(), dtype=np.int64) + offset
     found = np.zeros((len(points), other.dim()), dtype=np.int64)
     for axis in sorted(range(other.dim()), key=other.stride, reverse=True):
         if other.stride(axis) and other.shape[axis] > 1:
@@ -64,29 +65,6 @@ def broadcast(source: Shape, rank: int) -> Map:
     return lambda points: points[:, missing:] * np.array([size != 1 for size in source], dtype=np.int64)
 
 
-def chosen(axis: int, index: Indices) -> Map:
-    """Map a selection by indices: element i of the result is element `index[i]` of the operand."""
-
-    def back(points: Points) -> Points:
-        points = points.copy()
-        points[:, axis] = index[points[:, axis]]
-        return points
-
-    return back
-
-
-def reduced(source: Shape, axes: Sequence[int], keepdim: bool) -> Map:
-    """Map a reduction over some dimensions to the first of the reduced elements."""
-    gone = sorted(axis % len(source) for axis in axes) if source else []
-
-    def back(points: Points) -> Points:
-        for axis in gone:
-            points = points if keepdim else np.insert(points, axis, 0, axis=1)
-        return points * np.array([axis not in gone for axis in range(len(source))], dtype=np.int64)
-
-    return back
-
-
 def piece(axis: int, start: int, stop: int, is_stacked: bool) -> Map:
     """Map one operand of a concatenation, or of a stack."""
 
@@ -98,24 +76,6 @@ def piece(axis: int, start: int, stop: int, is_stacked: bool) -> Map:
         return np.delete(points, axis, axis=1) if is_stacked else points
 
     return back
-
-
-def padded(source: Shape, before: Sequence[int]) -> Map:
-    """Map a padded tensor, with `before` border elements at the start of each dimension."""
-
-    def back(points: Points) -> Points:
-        points = points - np.array(before, dtype=np.int64)
-        points[((points < 0) | (points >= np.array(source))).any(1)] = NOWHERE
-        return points
-
-    return back
-
-
-def repeated(source: Shape, rank: int) -> Map:
-    """Map a tensor repeated as whole copies."""
-    missing = rank - len(source)
-    sizes = np.maximum(np.array(source, dtype=np.int64), 1)
-    return lambda points: points[:, missing:] % sizes
 
 
 def grid(*sizes: int) -> Points:

@@ -1,15 +1,13 @@
 """Readers of operations that move or copy elements: views, copies, concatenations."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from attnscale.torch_internals import inside_nested_tensors
-from attnscale.tracing import arithmetic, coordinates
-from attnscale.tracing.coordinates import Map, viewed
+from attnscale.tracing import arithmetic
+from attnscale.tracing.coordinates import NOWHERE, Points, piece, viewed
 from attnscale.tracing.lineage import (
     Node,
     Operation,
@@ -47,9 +45,8 @@ def _linked(op: Operation, result: Tensor, output: int | None = None) -> Node:
     return node
 
 
-def _copied(back: Callable[[Operation], Map | None]) -> Reader:
-    """Return a reader for operations that copy elements of their first operand; `back` maps the coordinates."""
-    return lambda op: moved(op.node(), op.shape, back(op))
+def _copied(op: Operation) -> Node:
+    return moved(op.node(), op.shape, None)
 
 
 def _detach(op: Operation) -> Node:
@@ -69,10 +66,22 @@ def _axis(op: Operation, axis: int) -> int:
 
 def _pad(op: Operation) -> Node:
     pads, parent = op.args[1], op.node()
-    before = [0] * len(parent.shape)
+    before = np.zeros(len(parent.shape), dtype=np.int64)
     for pair in range(len(pads) // 2):
         before[-1 - pair] = pads[2 * pair]
-    return moved(parent, op.shape, coordinates.padded(parent.shape, before))
+
+    def back(points: Points) -> Points:
+        points = points - before
+        points[((points < 0) | (points >= np.array(parent.shape))).any(1)] = NOWHERE
+        return points
+
+    return moved(parent, op.shape, back)
+
+
+def _repeat(op: Operation) -> Node:
+    parent = op.node()
+    missing, sizes = len(op.shape) - len(parent.shape), np.maximum(np.array(parent.shape, dtype=np.int64), 1)
+    return moved(parent, op.shape, lambda points: points[:, missing:] % sizes)
 
 
 def _view_as_complex(op: Operation) -> Node:
@@ -98,7 +107,14 @@ def _chosen(op: Operation, axis: int, index: Tensor) -> Node:
     is_list = index.dim() == 1 and index.dtype in (torch.int32, torch.int64)
     if not is_list or not (parent.learned or parent.parameter):
         return opaque(op)
-    return moved(parent, op.shape, coordinates.chosen(axis, index.cpu().numpy() % parent.shape[axis]))
+    places = index.cpu().numpy() % parent.shape[axis]
+
+    def back(points: Points) -> Points:
+        points = points.copy()
+        points[:, axis] = places[points[:, axis]]
+        return points
+
+    return moved(parent, op.shape, back)
 
 
 def _topk(op: Operation) -> Node:
@@ -112,8 +128,15 @@ def _mean(op: Operation) -> Node:
     parent, plain = op.node(), arithmetic.reduced(op)
     if parent.role is not None or not parent.learned:
         return plain
-    keepdim = bool(op.argument(2, "keepdim", False))
-    return moved(parent, op.shape, coordinates.reduced(parent.shape, arithmetic.reduced_axes(op), keepdim))
+    axes, keepdim = sorted(arithmetic.reduced_axes(op)), bool(op.argument(2, "keepdim", False))
+
+    def back(points: Points) -> Points:
+        """Return the first of the elements that were reduced to these."""
+        for axis in axes:
+            points = points if keepdim else np.insert(points, axis, 0, axis=1)
+        return points * np.array([axis not in axes for axis in range(len(parent.shape))], dtype=np.int64)
+
+    return moved(parent, op.shape, back)
 
 
 def _cat(op: Operation) -> Node:
@@ -124,7 +147,7 @@ def _cat(op: Operation) -> Node:
         if op.name == "cat" and len(tensor.shape) != len(op.shape):  # torch ignores empty tensors of another rank
             continue
         stop = start + (tensor.shape[axis] if op.name == "cat" else 1)
-        steps.append(Step(op.lineage.node(tensor), coordinates.piece(axis, start, stop, op.name == "stack")))
+        steps.append(Step(op.lineage.node(tensor), piece(axis, start, stop, op.name == "stack")))
         start = stop
     return joined(op.shape, steps)
 
@@ -157,10 +180,10 @@ def _written_into(op: Operation) -> Node:
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(("clone", "_to_copy", "lift_fresh", "_conj", "triu", "tril"), _copied(lambda op: None)),
-    **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum"), _copied(lambda op: None)),
-    "repeat": _copied(lambda op: coordinates.repeated(op.node().shape, len(op.shape))),
-    "view_as_real": _copied(lambda op: lambda points: points[:, :-1]),
+    **dict.fromkeys(("clone", "_to_copy", "lift_fresh", "_conj", "triu", "tril"), _copied),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum"), _copied),
+    "repeat": _repeat,
+    "view_as_real": lambda op: moved(op.node(), op.shape, lambda points: points[:, :-1]),
     "detach": _detach,
     "bernoulli": _bernoulli,
     "index_select": _index_select,

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from attnscale.numerics import is_surely_finite
-from attnscale.tracing import softmaxes
 from attnscale.tracing.coordinates import Map, Points, Shape
 from attnscale.tracing.following import are_positions, channels, follow
 from attnscale.tracing.lineage import Node, Operation, Projection, Reader, Step, view_of
@@ -22,6 +21,7 @@ from attnscale.tracing.roles import (
     Weights,
     WeightStatistic,
 )
+from attnscale.tracing.softmaxes import read_sum
 
 OPERANDS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # argument positions of both factors
 MOST_ENTRIES = 256  # limit on (batch, head) entries whose key and value are compared
@@ -159,27 +159,27 @@ def _sum_of_pairs(op: Operation) -> Node:
     parent, axes = op.node(), op.argument(1, "dim")
     role = parent.role
     if not isinstance(role, PairwiseProduct):
-        return softmaxes.READERS["sum"](op)
+        return read_sum(op)
     axis = axes % len(parent.shape) if isinstance(axes, int) else axes[0] % len(parent.shape) if axes else 0
     if role.softmax is not None:
         _mix(op, role.softmax, parent, axis, None, None)
         return Node(op.shape, learned=True, role=MixedValues(role.softmax))
     found = None if op.argument(2, "keepdim", False) else _product_of_pairs(op, role, parent.shape, axis)
-    return found or softmaxes.READERS["sum"](op)
+    return found or read_sum(op)
 
 
 def _product_of_pairs(op: Operation, pair: PairwiseProduct, shape: Shape, axis: int) -> Node | None:
     """Return the node of (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1), read as a batched matrix product."""
-    left, right = ((1,) * (len(shape) - side.dim()) + tuple(side.shape) for side in (pair.left, pair.right))
-    rows = [at for at in range(len(shape)) if at != axis and right[at] < shape[at]]
-    columns = [at for at in range(len(shape)) if at != axis and left[at] < shape[at]]
+    sizes = [(1,) * (len(shape) - side.dim()) + tuple(side.shape) for side in (pair.left, pair.right)]
+    rows = [at for at in range(len(shape)) if at != axis and sizes[1][at] < shape[at]]
+    columns = [at for at in range(len(shape)) if at != axis and sizes[0][at] < shape[at]]
     if len(rows) != 1 or len(columns) != 1:
         return None
     batch = [at for at in range(len(shape)) if at not in (axis, rows[0], columns[0])]
-    factors = (pair.left, [*batch, *rows, axis, *columns]), (pair.right, [*batch, axis, *columns, *rows])
-    operands, nodes = zip(*(_as_matrices(op, factor, shape, order) for factor, order in factors), strict=True)
-    made = Node((*operands[0].shape[:2], operands[1].shape[2]), learned=True)
-    made.role = Scores(Product(*operands, *nodes, op.tracer.modules(), made.shape, made.token))
+    left, left_node = _as_matrices(op, pair.left, shape, [*batch, *rows, axis, *columns])
+    right, right_node = _as_matrices(op, pair.right, shape, [*batch, axis, *columns, *rows])
+    made = Node((*left.shape[:2], right.shape[2]), learned=True)
+    made.role = Scores(Product(left, right, left_node, right_node, op.tracer.modules(), made.shape, made.token))
     axes = [*batch, *rows, *columns]
     unmerged = view_of(made, "view", [shape[at] for at in axes])
     return view_of(unmerged, "permute", [axes.index(at) for at in sorted(axes)])

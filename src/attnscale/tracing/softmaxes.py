@@ -76,7 +76,7 @@ def _exponential(op: Operation) -> Node:
     return node
 
 
-def _sum(op: Operation) -> Node:
+def read_sum(op: Operation) -> Node:
     """Read the sum of exponentials over one axis, or a logsumexp of scores."""
     result, role, axes = arithmetic.reduced(op), op.node().role, arithmetic.reduced_axes(op)
     if len(axes) != 1:
@@ -197,9 +197,9 @@ READERS: dict[str, Reader] = {
     "_log_softmax": _log_softmax,
     "exp": _exponential,
     "exp2": _exponential,
-    "sum": _sum,
+    "sum": read_sum,
     "log": _log,
-    "logsumexp": _sum,
+    "logsumexp": read_sum,
     "reciprocal": _inverse,
     "pow": _inverse,
     "add": _add_maximum,
