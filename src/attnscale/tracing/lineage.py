@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 LONGEST = 200  # limit on operations between a projection and its use; only residual streams are longer
 
 
-@dataclass(frozen=True)
-class View:
-    """Link from a view to its base tensor, to follow writes to the view."""
-
-    forth: Map  # maps points of the base to points of the view
-    whole: TensorWeakRef
-
-
 @dataclass(slots=True, eq=False)
 class Step:
     """One operation: the operand to follow from its result, and the effect on the operand.
@@ -44,7 +36,8 @@ class Step:
     back: Map | None = None  # None: same coordinates
     effect: Effect = "same"
     operand: float | Tensor | None = None
-    view: View | None = None  # set if the result shares the operand's memory
+    # set if the result is a view, to follow writes to it: a map from the operand to the view, and the operand
+    view: tuple[Map, TensorWeakRef] | None = None
     added: "Node | None" = None  # node added to the value; for a normalisation, its bias
     multiplied: "Node | None" = None  # node multiplied with it; for a normalisation, its gain
     is_cache: bool = False  # the result contains values of an earlier call
@@ -52,7 +45,7 @@ class Step:
     @property
     def only_moves(self) -> bool:
         """True if the operation moved elements and changed none."""
-        return self.effect == "same" and (self.view is not None or self.back is not None) and not self.is_cache
+        return self.effect == "same" and self.back is not None and not self.is_cache
 
 
 @dataclass(slots=True, eq=False)
@@ -156,11 +149,12 @@ class Lineage:
     def write_through(self, view: Node, written: Node) -> None:
         """Record a write to a view: its base now holds the written values there, and its old values elsewhere."""
         while len(view.steps) == 1 and (link := view.steps[0].view) is not None:
-            view, tensor = view.steps[0].parent, link.whole()
+            forth, whole = link
+            view, tensor = view.steps[0].parent, whole()
             old = view if tensor is None else self.node(tensor)
             if max(written.depth, old.depth) >= LONGEST:
                 return
-            written = joined(old.shape, [Step(written, link.forth), Step(old)])
+            written = joined(old.shape, [Step(written, forth), Step(old)])
             if tensor is not None:
                 self.write(tensor, written)
 

@@ -14,7 +14,6 @@ from attnscale.tracing.lineage import (
     Reader,
     Result,
     Step,
-    View,
     joined,
     moved,
     opaque,
@@ -30,6 +29,8 @@ VIEWS = (
 
 
 def _view(op: Operation) -> Result:
+    if isinstance(op.argument(1, "dtype"), torch.dtype):
+        return opaque(op)
     if isinstance(op.result, Tensor):
         return _linked(op, op.result)
     return [_linked(op, part, output) for output, part in enumerate(op.result)]
@@ -41,7 +42,7 @@ def _linked(op: Operation, result: Tensor, output: int | None = None) -> Node:
     back, forth = viewed(op.name, parent.shape, *op.args[1:], output=output, **op.kwargs)
     node = moved(parent, shape_of(result), back)
     if node.steps:
-        node.steps[0].view = View(forth, TensorWeakRef(op.args[0]))
+        node.steps[0].view = forth, TensorWeakRef(op.args[0])
     return node
 
 
