@@ -7,12 +7,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from .entry import (
+    Bare,
     Causal,
     Divided,
     Einsum,
     Expected,
     HeadsAsBatch,
+    Normed,
     SelfAttention,
+    Unit,
     above_diagonal,
     bug,
     enter,
@@ -147,28 +150,16 @@ class KeysDetachedForAKernel(SelfAttention):
 
 
 @bug("qk_norm_freezes", 128, 2, scale=1.0)
-class NormedAndNotScaled(SelfAttention):
+class NormedAndNotScaled(Normed, Bare):
     """RMSNorm makes vectors of length √d: without a scale the scores spread by √d, whatever the weights."""
-
-    def add_parts(self):
-        self.q_norm, self.k_norm = nn.RMSNorm(self.head_dim), nn.RMSNorm(self.head_dim)
-
-    def prepare(self, query, key):
-        return self.q_norm(query), self.k_norm(key)
-
-    def scale_product(self, product):
-        return product
 
 
 @bug("qk_norm_freezes", 48, 3, scale=100.0)
-class CosineTimesAHundred(SelfAttention):
+class CosineTimesAHundred(Unit):
     """CLIP's last logit scale, as the first of an attention."""
 
     def add_parts(self):
         self.logit_scale = nn.Parameter(torch.tensor(100.0).log())
-
-    def prepare(self, query, key):
-        return F.normalize(query, dim=-1), F.normalize(key, dim=-1)
 
     def scale_product(self, product):
         return self.logit_scale.exp() * product

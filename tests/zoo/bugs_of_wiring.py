@@ -6,27 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Divided, HeadsAsBatch, HeadsLast, Kernel, SelfAttention, above_diagonal, bug
+from .entry import Bare, Divided, HeadsAsBatch, HeadsLast, Kernel, Normed, SelfAttention, above_diagonal, bug
 
 
 @bug("scale_after_softmax", 96, 3, scale=1.0)
 @bug("scale_after_softmax", 51, 3, scale=1.0, init=1.0)
-class WeightsScaled(SelfAttention):
+class WeightsScaled(Bare):
     """softmax(q·k)/√d: the weights no longer sum to one."""
-
-    def scale_product(self, product):
-        return product
 
     def weigh(self, scores):
         return scores.softmax(-1) / math.sqrt(self.head_dim)
 
 
 @bug("scale_after_softmax", 57, 3, scale=1.0, init=1.0)
-class OutputScaled(SelfAttention):
+class OutputScaled(Bare):
     """softmax(q·k)·v/√d."""
-
-    def scale_product(self, product):
-        return product
 
     def mix(self, weights, value):
         return weights @ value * self.head_dim**-0.5
@@ -72,19 +66,18 @@ class KeysFirstNotTransposed(Divided):
         return weights.mT @ value
 
 
-class Normed(SelfAttention):
+class Forgetful(Normed):
     """Norms for query and key that a subclass forgets."""
 
-    def add_parts(self):
-        self.q_norm, self.k_norm = nn.RMSNorm(self.head_dim), nn.RMSNorm(self.head_dim)
+    prepare = SelfAttention.prepare
 
 
 @bug("inert_qk_norm", 33, 3)
-class NormsNeverCalled(Normed, Kernel):
+class NormsNeverCalled(Forgetful, Kernel):
     pass
 
 
-@bug("inert_qk_norm", 39, 3, step="prepare", base=(Normed, Divided))
+@bug("inert_qk_norm", 39, 3, step="prepare", base=(Forgetful, Divided))
 def norms_thrown_away(self, query, key):
     """Called, and the result not kept."""
     self.q_norm(query)
@@ -92,7 +85,7 @@ def norms_thrown_away(self, query, key):
     return query, key
 
 
-@bug("inert_qk_norm", 51, 3, step="prepare", base=(Normed, Kernel))
+@bug("inert_qk_norm", 51, 3, step="prepare", base=(Forgetful, Kernel))
 def norm_of_the_query_alone(self, query, key):
     """The query is normalised, the key's norm forgotten."""
     return self.q_norm(query), key

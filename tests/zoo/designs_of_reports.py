@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Configuration, Kernel, SelfAttention, above_diagonal, correct
+from .entry import Configuration, Kernel, Normed, SelfAttention, Unit, above_diagonal, correct
 from .reported import Rotary
-from .reported_norms import LearnedLogit, Normed, NormedByFunction, Unit
+from .reported_norms import LearnedLogit, NormedByFunction
 
 plain = dict(statistics="none")
 

@@ -214,6 +214,32 @@ class Divided(SelfAttention):
         return product / math.sqrt(self.head_dim)
 
 
+class Bare(SelfAttention):
+    """q·k as it is: queries and keys carry the scale, or nothing does."""
+
+    def scale_product(self, product):
+        return product
+
+
+class Normed(SelfAttention):
+    """Norms of each head's query and key."""
+
+    norm = nn.RMSNorm
+
+    def add_parts(self):
+        self.q_norm, self.k_norm = self.norm(self.head_dim), self.norm(self.head_dim)
+
+    def prepare(self, query, key):
+        return self.q_norm(query), self.k_norm(key)
+
+
+class Unit(SelfAttention):
+    """Cosines of queries and keys."""
+
+    def prepare(self, query, key):
+        return F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+
+
 class Causal(SelfAttention):
     """Hides later keys with −∞."""
 

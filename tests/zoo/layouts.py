@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from .entry import Block, Divided, Expected, HeadsLast, SelfAttention, correct, enter
+from .entry import Bare, Block, Divided, Expected, HeadsLast, SelfAttention, correct, enter
 from .recording import note
 
 
@@ -234,7 +234,7 @@ class LowRankUpdate(SelfAttention):
 
 
 @correct(51, 3)
-class PositionsAdded(SelfAttention):
+class PositionsAdded(Bare):
     """DETR's: positions join queries and keys before their projections, and not the values."""
 
     def project(self, x):
@@ -243,9 +243,6 @@ class PositionsAdded(SelfAttention):
 
     def product(self, query, key):
         return query.mul(self.head_dim**-0.5).matmul(key.mT)
-
-    def scale_product(self, product):
-        return product
 
 
 @correct(46, 2)

@@ -1,23 +1,14 @@
 """Queries and keys that are normalised, and scores that are capped."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from .entry import Divided, SelfAttention, correct
+from .entry import Divided, Normed, SelfAttention, Unit, correct
 from .fused import sdpa
 
 
-class Normalised(SelfAttention):
-    """Norms of each head's query and key; a subclass makes them."""
-
-    norm = nn.RMSNorm
-
-    def add_parts(self):
-        self.q_norm, self.k_norm = self.norm(self.head_dim), self.norm(self.head_dim)
-
-    def prepare(self, query, key):
-        return self.q_norm(query), self.k_norm(key)
+class Normalised(Normed):
+    """Norms before SDPA."""
 
     def attend(self, query, key, value):
         return sdpa(self, query, key, value)
@@ -73,29 +64,23 @@ class NormBeforeTheSplit(SelfAttention):
 
 
 @correct(46, 2, scale=7.3)
-class UnitVectors(SelfAttention):
+class UnitVectors(Unit):
     """Cosines times a learned number, which starts at 7.3: log₂(n² − n)."""
 
     def add_parts(self):
         self.g = nn.Parameter(torch.tensor(7.3))
-
-    def prepare(self, query, key):
-        return F.normalize(query, dim=-1), F.normalize(key, dim=-1)
 
     def scale_product(self, product):
         return self.g * product
 
 
 @correct(69, 3, scale=10.0)
-class CosinePerHead(SelfAttention):
+class CosinePerHead(Unit):
     """Swin v2's: F.normalize, a logit scale for each head, clamped at 100, and a bias between 0 and 16."""
 
     def add_parts(self):
         self.logit_scale = nn.Parameter(torch.log(10 * torch.ones((self.heads, 1, 1))))
         self.table = nn.Parameter(torch.randn(self.heads, 13, 13))
-
-    def prepare(self, query, key):
-        return F.normalize(query, dim=-1), F.normalize(key, dim=-1)
 
     def multiplier(self):
         return torch.clamp(self.logit_scale, max=4.6052).exp()

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Block, Causal, Divided, Expected, SelfAttention, above_diagonal, correct, enter
+from .entry import Bare, Block, Causal, Divided, Expected, SelfAttention, above_diagonal, correct, enter
 from .fused import sdpa
 from .recording import note
 
@@ -64,14 +64,11 @@ def rotary_stacked(self, query, key):
 
 
 @correct(90, 5)
-class ScaledThenRotated(SelfAttention):
+class ScaledThenRotated(Bare):
     """The scale goes onto the query, and then the query turns: still a scale."""
 
     def prepare(self, query, key):
         return rotate_halves(query * self.head_dim**-0.5), rotate_halves(key)
-
-    def scale_product(self, product):
-        return product
 
 
 @correct(44, 2, causal=True)

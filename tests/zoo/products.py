@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from .entry import Divided, HeadsAsBatch, HeadsLast, SelfAttention, correct
+from .entry import Bare, Divided, HeadsAsBatch, HeadsLast, SelfAttention, correct
 from .recording import note
 
 
@@ -15,15 +15,8 @@ class AsPrinted(Divided):
     """softmax(q @ kᵀ / math.sqrt(d)) @ v."""
 
 
-class ScaledBefore(SelfAttention):
-    """Queries or keys carry the scale."""
-
-    def scale_product(self, product):
-        return product
-
-
 @correct(51, 3)
-class QueryScaledFirst(ScaledBefore):
+class QueryScaledFirst(Bare):
     """Scaled as it leaves its projection, before heads are split."""
 
     def add_parts(self):
@@ -34,12 +27,12 @@ class QueryScaledFirst(ScaledBefore):
         return query, self.split(self.k_proj(x)), self.split(self.v_proj(x))
 
 
-@correct(57, 3, step="product", base=ScaledBefore)
+@correct(57, 3, step="product", base=Bare)
 def key_scaled(self, query, key):
     return query.matmul(key.transpose(-1, -2).div(self.head_dim**0.5))
 
 
-@correct(46, 2, step="prepare", base=ScaledBefore)
+@correct(46, 2, step="prepare", base=Bare)
 def fourth_roots(self, query, key):
     """Each by d to the −1/4: kinder to half precision."""
     return query * self.head_dim**-0.25, key * self.head_dim**-0.25
@@ -130,16 +123,13 @@ class EinsumKeysThenHeads(Divided, HeadsLast):
 
 
 @correct(52, 4, shape=(17, 52))
-class EinsumUnbatched(HeadsLast):
+class EinsumUnbatched(Bare, HeadsLast):
     """No batch at all, and the query scaled."""
 
     scored, mixed, axis, layout = "nhd,mhd->hnm", "hnm,mhd->nhd", 2, "hqk"
 
     def prepare(self, query, key):
         return query * self.head_dim**-0.5, key
-
-    def scale_product(self, product):
-        return product
 
 
 @correct(57, 3)
@@ -177,7 +167,7 @@ class Bmm(Divided, HeadsAsBatch):
 
 
 @correct(65, 5)
-class BaddbmmAlibi(HeadsAsBatch):
+class BaddbmmAlibi(Bare, HeadsAsBatch):
     """BLOOM's: the bias, the product and its scale in one call."""
 
     def product(self, query, key):
@@ -185,20 +175,14 @@ class BaddbmmAlibi(HeadsAsBatch):
         alibi = slopes[:, None, None] * torch.arange(key.shape[1])
         return alibi.baddbmm(query, key.transpose(1, 2), beta=1.0, alpha=self.head_dim**-0.5)
 
-    def scale_product(self, product):
-        return product
-
 
 @correct(68, 4)
-class BaddbmmEmpty(HeadsAsBatch):
+class BaddbmmEmpty(Bare, HeadsAsBatch):
     """Megatron's: an empty bias with beta 0, for the sake of alpha."""
 
     def product(self, query, key):
         nothing = torch.zeros(query.shape[0], query.shape[1], key.shape[1])
         return torch.baddbmm(nothing, query, key.transpose(1, 2), beta=0.0, alpha=1.0 / self.head_dim**0.5)
-
-    def scale_product(self, product):
-        return product
 
 
 class NoHeads(SelfAttention):

@@ -6,15 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Configuration, Kernel, SelfAttention
+from .entry import Configuration, Kernel, Normed, SelfAttention, Unit
 from .reported import reported
-
-
-class Unit(SelfAttention):
-    """Cosines of queries and keys."""
-
-    def prepare(self, query, key):
-        return F.normalize(query, dim=-1), F.normalize(key, dim=-1)
 
 
 @reported("config_mismatch", 64, 4, scale=16**-0.5, right_scale=10.0)
@@ -77,18 +70,6 @@ class NegativeTemperatureOfTheQuery(SelfAttention):
 
     def attend(self, query, key, value):
         return F.scaled_dot_product_attention(query, key, value, scale=1.0, is_causal=True)
-
-
-class Normed(SelfAttention):
-    """RMS norms of queries and keys, with gains."""
-
-    norm = nn.RMSNorm
-
-    def add_parts(self):
-        self.q_norm, self.k_norm = self.norm(self.head_dim), self.norm(self.head_dim)
-
-    def prepare(self, query, key):
-        return self.q_norm(query), self.k_norm(key)
 
 
 @reported("qk_norm_freezes", 128, 2, scale=1.0, step="multiplier", base=Normed)

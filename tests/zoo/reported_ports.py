@@ -11,9 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Configuration, Einsum, HeadsAsBatch, Kernel, SelfAttention, above_diagonal, correct
+from .entry import (
+    Bare,
+    Configuration,
+    Einsum,
+    HeadsAsBatch,
+    Kernel,
+    Normed,
+    SelfAttention,
+    Unit,
+    above_diagonal,
+    correct,
+)
 from .reported import Capped, Rotary, reported
-from .reported_norms import Normed, Unit
 
 plain = dict(statistics="none")
 
@@ -373,15 +383,12 @@ def latents_in_two_products(self, query, key):
 
 
 @correct(44, 4, **plain)
-class ScaledKey(HeadsAsBatch):
+class ScaledKey(Bare, HeadsAsBatch):
     """BLOOM: the key is scaled, by baddbmm."""
 
     def product(self, query, key):
         empty = torch.zeros(query.shape[0], query.shape[1], key.shape[1])
         return torch.baddbmm(empty, query, key.mT, beta=0, alpha=1 / math.sqrt(self.head_dim))
-
-    def scale_product(self, product):
-        return product
 
 
 @correct(80, 4, causal=True, **plain, step="attend")

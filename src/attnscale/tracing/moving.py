@@ -38,11 +38,12 @@ def _view(op: Operation) -> Result:
 
 def _linked(op: Operation, result: Tensor, output: int | None = None) -> Node:
     """Return the node of a view, linked to its operand because a write changes both."""
-    parent = op.node()
-    back, forth = viewed(op.name, parent.shape, *op.args[1:], output=output, **op.kwargs)
+    parent, source = op.node(), op.args[0]
+    shape = parent.shape if result is source else shape_of(source)  # in place, the source has its new shape already
+    back, forth = viewed(op.name, shape, *op.args[1:], output=output, **op.kwargs)
     node = moved(parent, shape_of(result), back)
     if node.steps:
-        node.steps[0].view = forth, TensorWeakRef(op.args[0])
+        node.steps[0].view = forth, TensorWeakRef(source)
     return node
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscale.tracing.coordinates import NOWHERE, Indices, Points, Shape, broadcast
+from attnscale.tracing.coordinates import NOWHERE, Indices, Points, Shape, broadcast, grid
 from attnscale.tracing.following import follow, parts_of
-from attnscale.tracing.lineage import Node, Projection, Step, moved
+from attnscale.tracing.lineage import Node, Projection, Step, view_of
 from attnscale.tracing.roles import Scores
 
 
@@ -109,16 +109,15 @@ class Origin:
 
 def projected_origin(weight: Node, bias: Node | None, first: int, heads: int, features: int) -> Origin:
     """Return the origin of queries or keys projected inside a kernel, by rows of its weight starting at `first`."""
-    shape = (heads, features)
 
-    def row(at: Points) -> Points:
-        rows: Points = first + at @ np.array([[features], [1]])
-        return rows
+    def by_head(node: Node) -> Node:
+        rows = view_of(node, "slice", 0, first, first + heads * features)
+        return view_of(rows, "view", [heads, features, *node.shape[1:]])
 
-    part = None if bias is None else moved(bias, shape, row)
-    projection = Projection(weight, lambda at: row(at) * np.array([1, 0]), weight.shape[1], (1,), part)
-    points = np.stack([np.arange(heads), np.zeros(heads, dtype=np.int64)], axis=1)
-    return Origin(Node(shape, learned=True, projection=projection), points, heads, axis=1, features=features)
+    part = None if bias is None else by_head(bias)
+    projection = Projection(by_head(weight), lambda at: np.pad(at, ((0, 0), (0, 1))), weight.shape[1], (2,), part)
+    node = Node((heads, features), learned=True, projection=projection)
+    return Origin(node, grid(heads, 1), heads, axis=1, features=features)
 
 
 def sampled_origin(node: Node, axis: int) -> Origin | None:

@@ -96,7 +96,8 @@ def _mix(
 
     `operand` holds the weights; None if they are multiplied with the values already.
     """
-    softmax.meets_values(values)
+    softmax.proves_attention()
+    softmax.values = values
     if weights.shape[axis] < 2:
         return
     points = np.zeros((2, len(weights.shape)), dtype=np.int64)
