@@ -13,7 +13,7 @@ from .recording import recording
 FAMILIES = {
     found.name: import_module(f"{__name__}.{found.name}")
     for found in pkgutil.iter_modules(__path__)
-    if found.name not in ("entry", "recording")
+    if found.name not in ("bases", "entry", "recording")
 }
 CORRECT = {name: entry for name, entry in ENTRIES.items() if entry.code is None}
 BUGS = {name: entry for name, entry in ENTRIES.items() if entry.code is not None}

@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from .entry import Divided, Einsum, above_diagonal, bug
+from .bases import Divided, Einsum, above_diagonal
+from .entry import bug
 
 
 def ones_below_diagonal(scores):

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Block, Configuration, Divided, Expected, Kernel, SelfAttention, above_diagonal, bug, enter
+from .bases import Block, Configuration, Divided, Kernel, SelfAttention, above_diagonal
+from .entry import Expected, bug, enter
 from .structures import ManyHeads
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from .entry import Divided, HeadsAsBatch, bug
+from .bases import Divided, HeadsAsBatch
+from .entry import bug
 from .products import AsPrinted
 
 

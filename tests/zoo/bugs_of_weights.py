@@ -6,20 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import (
-    Bare,
-    Causal,
-    Divided,
-    Einsum,
-    Expected,
-    HeadsAsBatch,
-    Normed,
-    SelfAttention,
-    Unit,
-    above_diagonal,
-    bug,
-    enter,
-)
+from .bases import Bare, Causal, Divided, Einsum, HeadsAsBatch, Normed, SelfAttention, Unit, above_diagonal
+from .entry import Expected, bug, enter
 
 
 @bug("weights_not_normalised", 33, 3, step="weigh", base=Divided)

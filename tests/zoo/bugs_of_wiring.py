@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Bare, Divided, HeadsAsBatch, HeadsLast, Kernel, Normed, SelfAttention, above_diagonal, bug
+from .bases import Bare, Divided, HeadsAsBatch, HeadsLast, Kernel, Normed, SelfAttention, above_diagonal
+from .entry import bug
 
 
 @bug("scale_after_softmax", 96, 3, scale=1.0)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from .entry import Block, Expected, enter
+from .bases import Block
+from .entry import Expected, enter
 from .products import AsPrinted
 
 

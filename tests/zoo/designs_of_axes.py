@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import UNREAD, Divided, SelfAttention, correct
+from .bases import Divided, SelfAttention
+from .entry import UNREAD, correct
 
 
 class Slots(nn.Module):

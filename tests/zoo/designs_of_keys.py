@@ -7,18 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import (
-    UNREAD,
-    Block,
-    Causal,
-    Divided,
-    Einsum,
-    Expected,
-    SelfAttention,
-    above_diagonal,
-    correct,
-    enter,
-)
+from .bases import Block, Causal, Divided, Einsum, SelfAttention, above_diagonal
+from .entry import UNREAD, Expected, correct, enter
 from .recording import note
 
 

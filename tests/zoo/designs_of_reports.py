@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Configuration, Kernel, Normed, SelfAttention, Unit, above_diagonal, correct
+from .bases import Configuration, Kernel, Normed, SelfAttention, Unit, above_diagonal
+from .entry import correct
 from .reported import Rotary
 from .reported_norms import LearnedLogit, NormedByFunction
 

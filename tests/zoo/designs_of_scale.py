@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Causal, Expected, SelfAttention, correct, enter
+from .bases import Causal, SelfAttention
+from .entry import Expected, correct, enter
 from .recording import note
 
 

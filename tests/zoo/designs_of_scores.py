@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Causal, Divided, Expected, SelfAttention, above_diagonal, correct, enter
+from .bases import Causal, Divided, SelfAttention, above_diagonal
+from .entry import Expected, correct, enter
 from .recording import note
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import UNREAD, Divided, SelfAttention, correct
+from .bases import Divided, SelfAttention
+from .entry import UNREAD, correct
 
 
 @correct(42, 3, scale=7**-0.5, layers=2, seen_dim=7, statistics="none")

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from .entry import SelfAttention, above_diagonal, correct
+from .bases import SelfAttention, above_diagonal
+from .entry import correct
 from .recording import note
 
 

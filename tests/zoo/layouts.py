@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from .entry import Bare, Block, Divided, Expected, HeadsLast, SelfAttention, correct, enter
+from .bases import Bare, Block, Divided, HeadsLast, SelfAttention
+from .entry import Expected, correct, enter
 from .recording import note
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from .entry import Divided, above_diagonal, correct
+from .bases import Divided, above_diagonal
+from .entry import correct
 
 
 class Masked(Divided):

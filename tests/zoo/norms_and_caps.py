@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from .entry import Divided, Normed, SelfAttention, Unit, correct
+from .bases import Divided, Normed, SelfAttention, Unit
+from .entry import correct
 from .fused import sdpa
 
 

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Bare, Block, Causal, Divided, Expected, SelfAttention, above_diagonal, correct, enter
+from .bases import Bare, Block, Causal, Divided, SelfAttention, above_diagonal
+from .entry import Expected, correct, enter
 from .fused import sdpa
 from .recording import note
 

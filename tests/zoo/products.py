@@ -5,7 +5,8 @@ import math
 import torch
 from torch import nn
 
-from .entry import Bare, Divided, HeadsAsBatch, HeadsLast, SelfAttention, correct
+from .bases import Bare, Divided, HeadsAsBatch, HeadsLast, SelfAttention
+from .entry import correct
 from .recording import note
 
 

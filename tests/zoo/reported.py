@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Configuration, Divided, Einsum, HeadsLast, SelfAttention, above_diagonal, bug, correct
+from .bases import Configuration, Divided, Einsum, HeadsLast, SelfAttention, above_diagonal
+from .entry import bug, correct
 
 
 def reported(code, d_model, heads, *, right_scale=..., scale=None, fixed_expected=None, **expected):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Configuration, Kernel, Normed, SelfAttention, Unit
+from .bases import Configuration, Kernel, Normed, SelfAttention, Unit
 from .reported import reported
 
 

@@ -11,18 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import (
-    Bare,
-    Configuration,
-    Einsum,
-    HeadsAsBatch,
-    Kernel,
-    Normed,
-    SelfAttention,
-    Unit,
-    above_diagonal,
-    correct,
-)
+from .bases import Bare, Configuration, Einsum, HeadsAsBatch, Kernel, Normed, SelfAttention, Unit, above_diagonal
+from .entry import correct
 from .reported import Capped, Rotary, reported
 
 plain = dict(statistics="none")

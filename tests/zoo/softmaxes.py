@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import SelfAttention, above_diagonal, correct
+from .bases import SelfAttention, above_diagonal
+from .entry import correct
 from .recording import note
 
 

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .entry import Block, Causal, Divided, Expected, SelfAttention, correct, enter
+from .bases import Block, Causal, Divided, SelfAttention
+from .entry import Expected, correct, enter
 from .fused import dense, sdpa
 from .positions import rotate_halves
 from .products import AsPrinted

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from .entry import Expected, above_diagonal, enter
+from .bases import above_diagonal
+from .entry import Expected, enter
 
 
 class Attended(nn.Module):

@@ -3,8 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from .entry import HeadsLast as LengthFirst
-from .entry import above_diagonal, correct
+from .bases import HeadsLast as LengthFirst
+from .bases import above_diagonal
+from .entry import correct
 from .fused import dense, sdpa
 from .recording import note
 

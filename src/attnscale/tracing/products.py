@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from attnscale.numerics import is_surely_finite
+from attnscale.tracing.arithmetic import reduced_axes
 from attnscale.tracing.coordinates import Map, Points, Shape
 from attnscale.tracing.following import are_positions, channels, follow
 from attnscale.tracing.lineage import Node, Operation, Projection, Reader, Step, view_of
@@ -157,11 +158,10 @@ def are_paired_otherwise(keys: list[tuple[object, ...]], values: list[tuple[obje
 
 def _sum_of_pairs(op: Operation) -> Node:
     """Read a product, or a mixture of values, written as a multiplication and a sum."""
-    parent, axes = op.node(), op.argument(1, "dim")
-    role = parent.role
+    parent, role = op.node(), op.node().role
     if not isinstance(role, PairwiseProduct):
         return read_sum(op)
-    axis = axes % len(parent.shape) if isinstance(axes, int) else axes[0] % len(parent.shape) if axes else 0
+    axis = reduced_axes(op)[0]
     if role.softmax is not None:
         _mix(op, role.softmax, parent, axis, None, None)
         return Node(op.shape, learned=True, role=MixedValues(role.softmax))
