@@ -78,10 +78,12 @@ class Latent(SelfAttention):
         return (q_plain, rotate_halves(q_rotated)), (k_plain, rotate_halves(k_rotated[:, None])), value
 
 
-@correct(57, 3, head_dim=19, causal=True, step="prepare", base=(Latent, Causal))
-def compressed_keys(self, query, key):
+@correct(57, 3, head_dim=19, causal=True)
+class CompressedKeys(Latent, Causal):
     """The two kinds of components joined, the turned key shared by all heads."""
-    return torch.cat(query, -1), torch.cat([key[0], key[1].expand(-1, self.heads, -1, -1)], -1)
+
+    def prepare(self, query, key):
+        return torch.cat(query, -1), torch.cat([key[0], key[1].expand(-1, self.heads, -1, -1)], -1)
 
 
 @correct(57, 3, head_dim=19, seen_dim=None, step="product", base=Latent)
