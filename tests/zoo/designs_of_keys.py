@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .bases import Block, Causal, Divided, Einsum, SelfAttention, above_diagonal
+from .bases import Block, Causal, Divided, Einsum, SelfAttention, above_diagonal, note
 from .entry import UNREAD, Expected, correct, enter
-from .recording import note
 
 
 @correct(57, 3, shape=(2, 20, 57), layers=3, statistics="none")

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .bases import Causal, SelfAttention
+from .bases import Causal, SelfAttention, note
 from .entry import Expected, correct, enter
-from .recording import note
 
 
 @correct(46, 2, scale=None)

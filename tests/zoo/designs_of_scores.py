@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .bases import Causal, Divided, SelfAttention, above_diagonal
+from .bases import Causal, Divided, SelfAttention, above_diagonal, note
 from .entry import Expected, correct, enter
-from .recording import note
 
 
 class ResidualScores(SelfAttention):

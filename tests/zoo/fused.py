@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from .bases import SelfAttention, above_diagonal
+from .bases import SelfAttention, above_diagonal, note
 from .entry import correct
-from .recording import note
 
 
 def dense(query, key, scale=None):

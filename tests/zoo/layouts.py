@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
-from .bases import Bare, Block, Divided, HeadsLast, SelfAttention
+from .bases import Bare, Block, Divided, HeadsLast, SelfAttention, note
 from .entry import Expected, correct, enter
-from .recording import note
 
 
 class Projected(SelfAttention):

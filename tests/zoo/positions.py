@@ -4,10 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .bases import Bare, Block, Causal, Divided, SelfAttention, above_diagonal
+from .bases import Bare, Block, Causal, Divided, SelfAttention, above_diagonal, note
 from .entry import Expected, correct, enter
 from .fused import sdpa
-from .recording import note
 
 
 def angles(length, dim):

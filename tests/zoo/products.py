@@ -5,9 +5,8 @@ import math
 import torch
 from torch import nn
 
-from .bases import Bare, Divided, HeadsAsBatch, HeadsLast, SelfAttention
+from .bases import Bare, Divided, HeadsAsBatch, HeadsLast, SelfAttention, note
 from .entry import correct
-from .recording import note
 
 
 @correct(33, 3)

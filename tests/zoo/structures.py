@@ -5,12 +5,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .bases import Block, Causal, Divided, SelfAttention
+from .bases import Block, Causal, Divided, SelfAttention, note
 from .entry import Expected, correct, enter
 from .fused import dense, sdpa
 from .positions import rotate_halves
 from .products import AsPrinted
-from .recording import note
 
 
 @correct(66, 6, kv_heads=2)

@@ -4,10 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from .bases import HeadsLast as LengthFirst
-from .bases import above_diagonal
+from .bases import above_diagonal, note
 from .entry import correct
 from .fused import dense, sdpa
-from .recording import note
 
 
 class Grouped(LengthFirst):
