@@ -12,7 +12,7 @@ from torch import nn
 
 from attnscale import MultiheadAttention
 from attnscale.declared import Authority, declared
-from attnscale.declared.fields import QK_NORM_FLAGS
+from attnscale.declared.configuration import QK_NORM_FLAGS
 
 TINY = dict(
     hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=29,
@@ -20,7 +20,7 @@ TINY = dict(
 )  # fmt: skip
 
 
-class Attention(nn.Module):
+class Module(nn.Module):
     """A module with whatever attributes it is given."""
 
     def __init__(self, **attributes):
@@ -29,20 +29,16 @@ class Attention(nn.Module):
             setattr(self, name, value)
 
 
-class Block(nn.Module):
-    def __init__(self, attention, **attributes):
-        super().__init__()
-        self.attn = attention
-        for name, value in attributes.items():
-            setattr(self, name, value)
+class Attention(Module):
+    pass
 
 
 def said(head_dim=16, /, **attributes):
-    return declared(Block(Attention(**attributes)), "attn", head_dim)
+    return declared(Module(attn=Attention(**attributes)), "attn", head_dim)
 
 
-def configured(head_dim=16, path="attn", /, **fields):
-    return declared(Block(Attention(), config=SimpleNamespace(**fields)), path, head_dim)
+def configured(head_dim=16, /, **fields):
+    return declared(Module(attn=Attention(), config=SimpleNamespace(**fields)), "attn", head_dim)
 
 
 # Attributes
@@ -79,8 +75,6 @@ def test_a_number_of_its_own_may_multiply_or_divide():
 
 class ScalesTheQuery(Attention):
     def forward(self, query, key, value):
-        if self.fused:
-            return F.scaled_dot_product_attention(query, key, value)
         return (query * self.scale @ key.mT).softmax(-1) @ value
 
 
@@ -101,28 +95,18 @@ class ScalesTheBranch(Attention):
         return x + self.scale * F.scaled_dot_product_attention(q, k, v)
 
 
-@pytest.mark.parametrize(
-    ("kind", "authority"),
-    [
-        (ScalesTheQuery, Authority.NAMED),
-        (PassesItOn, Authority.NAMED),
-        (DividesTheScores, Authority.NAMED),
-        (ScalesTheBranch, Authority.ATTRIBUTE),
-        (Attention, Authority.ATTRIBUTE),
-    ],
-)
-def test_the_code_tells_whether_a_number_is_the_scale(kind, authority):
-    assert declared(kind(scale=0.1), "", 16).scale_authority is authority
+@pytest.mark.parametrize("kind", [ScalesTheQuery, PassesItOn, DividesTheScores, ScalesTheBranch, Attention])
+def test_the_code_tells_whether_a_number_is_the_scale(kind):
+    is_scale = kind not in (ScalesTheBranch, Attention)
+    assert declared(kind(scale=0.1), "", 16).scale_authority is (Authority.NAMED if is_scale else Authority.ATTRIBUTE)
     assert declared(kind(softmax_scale=0.1), "", 16).scale_authority is Authority.NAMED
 
 
 def test_only_what_calls_itself_attention_is_read_upwards():
     inner = Attention()
-    assert declared(Block(Block(inner), scale=0.1), "attn.attn", 16).scale is None
-    outer = Attention(scale=0.25)
-    outer.inner = inner
-    assert declared(Block(outer), "attn.inner", 16).scale == 0.25
-    assert declared(Block(Attention(scale=0.25)), "attn.nowhere", 16).scale_source == "attn.scale"
+    assert declared(Module(attn=Module(attn=inner), scale=0.1), "attn.attn", 16).scale is None
+    assert declared(Module(attn=Attention(scale=0.25, inner=inner)), "attn.inner", 16).scale == 0.25
+    assert declared(Module(attn=Attention(scale=0.25)), "attn.nowhere", 16).scale_source == "attn.scale"
 
 
 # Rules of this library
@@ -164,7 +148,8 @@ def test_fields_that_set_the_scale(fields, scale, source):
 
 
 def test_a_scale_that_falls_with_depth_knows_its_layer():
-    model = Block(Attention(), config=SimpleNamespace(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=True))
+    config = SimpleNamespace(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=True)
+    model = Module(attn=Attention(), config=config)
     stack = nn.ModuleDict({"h": nn.ModuleList([nn.Identity(), nn.Identity(), model])})
     assert declared(stack, "h.2.attn", 16).scale == pytest.approx(0.25 / 3)
 
@@ -202,11 +187,10 @@ def test_a_norm_is_turned_on_by_the_same_flags_in_a_configuration_and_in_a_modul
 
 
 def test_the_nearest_configuration_wins():
-    inner = Block(Attention(), config=SimpleNamespace(softmax_scale=0.1))
-    outer = Block(inner, config=SimpleNamespace(softmax_scale=0.2))
-    assert declared(outer, "attn.attn", 16).scale == 0.1
+    inner, config = Module(attn=Attention(), config={"softmax_scale": 0.1}), SimpleNamespace(softmax_scale=0.2)
+    assert declared(Module(attn=inner, config=config), "attn.attn", 16).scale == 0.1
     silent = Attention(rotary=SimpleNamespace(base=1e4), args=Arguments(), hook=lambda: None, table=torch.zeros(3))
-    assert declared(Block(silent, config=SimpleNamespace(softmax_scale=0.2)), "attn", 16).scale == 0.2
+    assert declared(Module(attn=silent, config=config), "attn", 16).scale == 0.2
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
@@ -225,34 +209,21 @@ def test_a_model_that_says_nothing_declares_nothing():
 # Real architectures: what their configurations declare is what their code multiplies by
 
 
-def gpt2(**fields):
-    return transformers.GPT2Model(transformers.GPT2Config(**TINY, n_embd=48, n_layer=2, n_head=4, **fields))
-
-
 @pytest.mark.parametrize(
-    ("make", "path", "head_dim", "scale"),
+    ("name", "fields", "path", "scale"),
     [
-        (lambda: transformers.LlamaModel(transformers.LlamaConfig(**TINY)), "layers.0.self_attn", 12, 12**-0.5),
-        (lambda: gpt2(), "h.1.attn", 12, 12**-0.5),
-        (lambda: gpt2(scale_attn_by_inverse_layer_idx=True), "h.1.attn", 12, 12**-0.5 / 2),
-        (lambda: gpt2(scale_attn_weights=False), "h.1.attn", 12, 1.0),
-        (
-            lambda: transformers.Gemma2Model(transformers.Gemma2Config(**TINY, head_dim=16, query_pre_attn_scalar=20)),
-            "layers.0.self_attn",
-            16,
-            20**-0.5,
-        ),
-        (
-            lambda: transformers.GraniteModel(transformers.GraniteConfig(**TINY, attention_multiplier=0.07)),
-            "layers.1.self_attn",
-            12,
-            0.07,
-        ),
+        ("Llama", {}, "layers.0.self_attn", 12**-0.5),
+        ("GPT2", {}, "h.1.attn", 12**-0.5),
+        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "h.1.attn", 12**-0.5 / 2),
+        ("GPT2", {"scale_attn_weights": False}, "h.1.attn", 1.0),
+        ("Gemma2", {"query_pre_attn_scalar": 20, "head_dim": 12}, "layers.0.self_attn", 20**-0.5),
+        ("Granite", {"attention_multiplier": 0.07}, "layers.1.self_attn", 0.07),
     ],
 )
-def test_configured_architectures(make, path, head_dim, scale):
-    model = make()
-    found = declared(model, path, head_dim)
+def test_configured_architectures(name, fields, path, scale):
+    kind = getattr(transformers, f"{name}Model")
+    model = kind(kind.config_class(**TINY, **fields))
+    found = declared(model, path, 12)
     assert found.scale == pytest.approx(scale)
     own = getattr(model.get_submodule(path), "scaling", None)
     assert own is None or own == pytest.approx(scale)
@@ -277,13 +248,10 @@ class Arguments:
 
 
 @pytest.mark.parametrize("name", ["config", "args", "params", "cfg", "_options"])
-@pytest.mark.parametrize(
-    "make", [Arguments, lambda **fields: SimpleNamespace(**fields), dict], ids=["class", "", "map"]
-)
+@pytest.mark.parametrize("make", [Arguments, SimpleNamespace, dict])
 def test_a_configuration_is_read_from_any_attribute(name, make):
-    model = Block(Attention(**{name: make(attention_scores_scalar=144.0, attention_logit_softcapping=50.0)}))
-    found = declared(model, "attn", 16)
+    found = said(16, **{name: make(attention_scores_scalar=144.0, attention_logit_softcapping=50.0)})
     assert (found.scale, found.scale_source) == (1 / 12, f"{name}.attention_scores_scalar")
     assert found.scale_authority is Authority.CONFIGURED
     assert (found.softcap, found.softcap_source) == (50.0, f"{name}.attention_logit_softcapping")
-    assert declared(Block(Attention(**{name: make(qk_norm=True)})), "attn", 16).qk_norm_source == f"{name}.qk_norm"
+    assert said(16, **{name: make(qk_norm=True)}).qk_norm_source == f"{name}.qk_norm"

@@ -11,7 +11,7 @@ import attnscale
 from attnscale import QKClip
 
 from ..acting.models import Attention, KeysAreValues, Normed, SharedQueriesAndKeys
-from ..zoo.structures import Latent
+from ..zoo.structures import CompressedKeys
 
 D_MODEL, HEADS, LENGTH, RATE, GROWTH = 44, 4, 13, 0.05, 4.0
 
@@ -28,19 +28,17 @@ class GainFromOne(Normed):
         return F.rms_norm(query, query.shape[-1:]) * (1.0 + self.q_gain), key
 
 
-class LatentKeys(Latent):
+class LatentKeys(CompressedKeys):
     """DeepSeek's latent attention through the fused kernel; the turned key is shared by all heads."""
 
-    value_dim = Latent.plain + Latent.rotated  # others take no fused kernel on a CPU
+    value_dim = CompressedKeys.plain + CompressedKeys.rotated  # others take no fused kernel on a CPU
 
     def __init__(self, d_model, heads, kv_heads=None):
         super().__init__(d_model, heads)
 
     def forward(self, x):
-        q_plain, q_rotated, k_plain, k_rotated, value = self.parts(x)
-        query = torch.cat([q_plain, q_rotated], -1)
-        key = torch.cat([k_plain, k_rotated.expand(-1, self.heads, -1, -1)], -1)
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        query, key, value = self.project(x)
+        return F.scaled_dot_product_attention(*self.prepare(query, key), value, is_causal=True)
 
 
 class WrittenOut(Attention):

@@ -4,44 +4,17 @@ Modules named designs_of_â€¦ hold attention that is unusual and right, bugs_of_â
 and `reported_ports` hold bugs that people reported, each with its fixed twin; all other modules hold correct attention.
 """
 
-from . import (
-    bugs_of_masks,
-    bugs_of_scale,
-    bugs_of_values,
-    bugs_of_weights,
-    bugs_of_wiring,
-    compiled,
-    designs_of_axes,
-    designs_of_keys,
-    designs_of_reports,
-    designs_of_scale,
-    designs_of_scores,
-    designs_of_weights,
-    fused,
-    layouts,
-    masks,
-    norms_and_caps,
-    positions,
-    products,
-    reported,
-    reported_norms,
-    reported_ports,
-    softmaxes,
-    structures,
-    torch_modules,
-    unbatched,
-)
-from .entry import ENTRIES, Entry, Expected
-from .recording import recording
+import pkgutil
+from importlib import import_module
 
-FAMILIES = (
-    fused, products, layouts, softmaxes, masks, norms_and_caps, positions, structures, torch_modules, unbatched,
-    compiled,
-    designs_of_axes, designs_of_scale, designs_of_scores, designs_of_weights, designs_of_keys,
-    designs_of_reports,
-    bugs_of_scale, bugs_of_wiring, bugs_of_values, bugs_of_weights, bugs_of_masks, reported, reported_norms,
-    reported_ports,
-)  # fmt: skip
+from .bases import recording
+from .entry import ENTRIES, Entry, Expected
+
+FAMILIES = {
+    found.name: import_module(f"{__name__}.{found.name}")
+    for found in pkgutil.iter_modules(__path__)
+    if found.name not in ("bases", "entry")
+}
 CORRECT = {name: entry for name, entry in ENTRIES.items() if entry.code is None}
 BUGS = {name: entry for name, entry in ENTRIES.items() if entry.code is not None}
 

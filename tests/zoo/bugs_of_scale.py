@@ -6,26 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Block, Entry, Expected, SelfAttention, above_diagonal, bug, enter
+from .bases import Block, Configuration, Divided, Kernel, SelfAttention, above_diagonal
+from .entry import Expected, bug, enter
 from .structures import ManyHeads
 
 
-class Wrong(SelfAttention):
-    """The plain formula, with a multiplier of the subclass's."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.transpose(-2, -1) * self.multiplier(x)
-        return self.merge(scores.softmax(-1) @ value)
-
-
-@bug("scaled_by_model_dim", 33, 3, scale=33**-0.5)
-@bug("scaled_by_model_dim", 51, 3, scale=51**-0.5, init=1.0)
-class RootOfTheModel(Wrong):
-    """√d_model, taken from the input."""
-
-    def multiplier(self, x):
-        return x.shape[-1] ** -0.5
+@bug("scaled_by_model_dim", 33, 3, scale=33**-0.5, step="multiplier")
+@bug("scaled_by_model_dim", 51, 3, scale=51**-0.5, init=1.0, step="multiplier")
+def root_of_the_model(self):
+    """√d_model."""
+    return self.d_model**-0.5
 
 
 @bug("scaled_by_model_dim", 35, 5, scale=35**-0.5, causal=True)
@@ -79,173 +69,118 @@ class CarelessHead(nn.Module):
 
 
 enter(
-    Entry(
-        "bugs_of_scale.CarelessHeads",
-        lambda: (Block(44, ManyHeads(44, 4, 11, head=CarelessHead)), (torch.randn(2, 13, 44),)),
-        {f"attention.heads.{index}": Expected(1, 11, 44**-0.5, 1, causal=True) for index in range(4)},
-        code="scaled_by_model_dim",
-    )
+    "bugs_of_scale.CarelessHeads",
+    lambda: (Block(44, ManyHeads(44, 4, 11, head=CarelessHead)), (torch.randn(2, 13, 44),)),
+    {f"attention.heads.{index}": Expected(1, 11, 44**-0.5, 1, causal=True) for index in range(4)},
+    code="scaled_by_model_dim",
 )
 
 
-@bug("scaled_by_dim", 33, 3, scale=1 / 11)
-@bug("scaled_by_dim", 69, 3, scale=1 / 23, init=1.0)
-class NoRoot(Wrong):
+@bug("scaled_by_dim", 33, 3, scale=1 / 11, step="multiplier")
+@bug("scaled_by_dim", 69, 3, scale=1 / 23, init=1.0, step="multiplier")
+def no_root(self):
     """d_k for √d_k."""
-
-    def multiplier(self, x):
-        return 1 / self.head_dim
+    return 1 / self.head_dim
 
 
-@bug("scaled_by_dim", 39, 3, scale=1 / 13)
-class QueryAndScores(SelfAttention):
+@bug("scaled_by_dim", 39, 3, scale=1 / 13, step="prepare", base=Divided)
+def query_and_scores(self, query, key):
     """Scaled twice: the query by hand, and the scores again."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query = query * self.head_dim**-0.5
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1) @ value)
+    return query * self.head_dim**-0.5, key
 
 
-@bug("scaled_by_dim", 51, 3, scale=1 / 17)
-class QueryAndKernel(SelfAttention):
+@bug("scaled_by_dim", 51, 3, scale=1 / 17, step="attend")
+def query_and_kernel(self, query, key, value):
     """Scaled twice: the query by hand, and by the kernel that does so itself."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(F.scaled_dot_product_attention(query / self.head_dim**0.5, key, value))
+    return F.scaled_dot_product_attention(query / self.head_dim**0.5, key, value)
 
 
-@bug("scaled_by_dim", 46, 2, scale=1 / 23)
-class QueryAndKey(SelfAttention):
+@bug("scaled_by_dim", 46, 2, scale=1 / 23, step="attend")
+def query_and_key(self, query, key, value):
     """Scaled twice: both by √d, where each should get its fourth root."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = torch.einsum("bhqd,bhkd->bhqk", query / self.head_dim**0.5, key / self.head_dim**0.5)
-        return self.merge(scores.softmax(-1) @ value)
+    scores = torch.einsum("bhqd,bhkd->bhqk", query / self.head_dim**0.5, key / self.head_dim**0.5)
+    return scores.softmax(-1) @ value
 
 
-@bug("unscaled", 96, 3, scale=1.0)
-@bug("unscaled", 51, 3, scale=1.0, init=1.0)
-class Unscaled(Wrong):
-    def multiplier(self, x):
-        return 1.0
+@bug("unscaled", 96, 3, scale=1.0, step="multiplier")
+@bug("unscaled", 51, 3, scale=1.0, init=1.0, step="multiplier")
+def unscaled(self):
+    return 1.0
 
 
-@bug("unscaled", 93, 3, scale=1.0)
-class NoMultiplication(SelfAttention):
+@bug("unscaled", 93, 3, scale=1.0, step="scale_product")
+def no_multiplication(self, product):
     """Not even a multiplication by one."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(torch.softmax(query @ key.mT, -1) @ value)
+    return product
 
 
-@bug("unscaled", 57, 3, scale=1.0, init=1.0)
-class KernelToldOne(SelfAttention):
+@bug("unscaled", 57, 3, scale=1.0, init=1.0, step="attend")
+def kernel_told_one(self, query, key, value):
     """SDPA(scale=1.0), and nobody scaled before."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(F.scaled_dot_product_attention(query, key, value, scale=1.0))
+    return F.scaled_dot_product_attention(query, key, value, scale=1.0)
 
 
 @bug("unscaled", 69, 3, scale=1.0, init=1.0)
 class BiasScaledInstead(SelfAttention):
     """Brackets in the wrong place: q·k + bias/√d."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.bias = nn.Parameter(torch.randn(self.heads, 13, 13))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.mT + self.bias / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1) @ value)
+    def scale_product(self, product):
+        return product + self.bias / math.sqrt(self.head_dim)
 
 
-@bug("unusual_scale", 33, 3, scale=11**0.5)
-class Multiplied(Wrong):
+@bug("unusual_scale", 33, 3, scale=11**0.5, step="multiplier")
+def multiplied(self):
     """√d on the wrong side of the fraction."""
-
-    def multiplier(self, x):
-        return self.head_dim**0.5
+    return self.head_dim**0.5
 
 
-@bug("unusual_scale", 39, 3, scale=0.05)
-class AnyNumber(Wrong):
+@bug("unusual_scale", 39, 3, scale=0.05, step="multiplier")
+def any_number(self):
     """A number that nothing in the model explains."""
-
-    def multiplier(self, x):
-        return 0.05
+    return 0.05
 
 
 @bug("unusual_scale", 57, 3)
 class BiasScaledToo(SelfAttention):
     """(q·k + bias)/√d: the bias gets the scale that was meant for the product."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.relative = nn.Parameter(torch.randn(self.heads, 13, 13))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = (query @ key.mT + self.relative) / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1) @ value)
+    def scale_product(self, product):
+        return (product + self.relative) / math.sqrt(self.head_dim)
 
 
 @bug("config_mismatch", 46, 2)
 class KernelIgnoresTheAttribute(SelfAttention):
     """A scale of one's own, which only the slow path knows."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.scale = 0.35
-        self.fused = True
+    scale, fused = 0.35, True
 
-    def forward(self, x):
-        query, key, value = self.project(x)
+    def attend(self, query, key, value):
         if self.fused:
-            return self.merge(F.scaled_dot_product_attention(query, key, value))
-        return self.merge((query * self.scale @ key.mT).softmax(-1) @ value)
-
-
-class Config:
-    """A configuration as models carry it."""
-
-    def __init__(self, **fields):
-        self.__dict__.update(fields)
+            return F.scaled_dot_product_attention(query, key, value)
+        return (query * self.scale @ key.mT).softmax(-1) @ value
 
 
 @bug("config_mismatch", 69, 3)
-class KernelIgnoresTheConfiguration(SelfAttention):
+class KernelIgnoresTheConfiguration(Kernel):
     """query_pre_attn_scalar says 60, the code divides by √d."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.config = Config(query_pre_attn_scalar=60, num_attention_heads=self.heads)
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(F.scaled_dot_product_attention(query, key, value))
+    config = Configuration(query_pre_attn_scalar=60, num_attention_heads=3)
 
 
-@bug("unusual_scale", 69, 3, scale=3**-0.5)
-class RootOfTheHeads(Wrong):
+@bug("unusual_scale", 69, 3, scale=3**-0.5, step="multiplier")
+def root_of_the_heads(self):
     """√heads for √d_k."""
-
-    def multiplier(self, x):
-        return self.heads**-0.5
+    return self.heads**-0.5
 
 
-@bug("unusual_scale", 57, 3, scale=13**-0.5)
-class RootOfTheLength(SelfAttention):
+@bug("unusual_scale", 57, 3, scale=13**-0.5, step="attend")
+def root_of_the_length(self, query, key, value):
     """The wrong axis of the key: its length."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        key = key.transpose(-2, -1)
-        scores = query @ key / math.sqrt(key.size(-1))
-        return self.merge(scores.softmax(-1) @ value)
+    key = key.transpose(-2, -1)
+    return (query @ key / math.sqrt(key.size(-1))).softmax(-1) @ value

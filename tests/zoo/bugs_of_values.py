@@ -1,11 +1,9 @@
 """The formula is right, the numbers are not."""
 
-import math
-
 import torch
-from torch import nn
 
-from .entry import SelfAttention, bug
+from .bases import Divided, HeadsAsBatch
+from .entry import bug
 from .products import AsPrinted
 
 
@@ -13,18 +11,16 @@ from .products import AsPrinted
 class NanWeights(AsPrinted):
     """One weight of the key's projection is not a number."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        with torch.no_grad():
-            self.k_proj.weight[5, 7] = torch.nan
+    @torch.no_grad
+    def add_parts(self):
+        self.k_proj.weight[5, 7] = torch.nan
 
 
 @bug("non_finite", 51, 3, scale=None)
 class InfiniteWeights(AsPrinted):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        with torch.no_grad():
-            self.q_proj.weight[5, 7] = torch.inf
+    @torch.no_grad
+    def add_parts(self):
+        self.q_proj.weight[5, 7] = torch.inf
 
 
 @bug("exploding", 39, 3, init=150.0)
@@ -38,11 +34,5 @@ class Saturated(AsPrinted):
 
 
 @bug("sharp", 69, 3, init=5.0)
-class SaturatedBmm(SelfAttention):
-    """The same behind other code."""
-
-    def forward(self, x):
-        query, key, value = (y.flatten(0, 1) for y in self.project(x))
-        scores = torch.bmm(query, key.mT) / math.sqrt(self.head_dim)
-        mixed = torch.bmm(nn.functional.softmax(scores, -1), value)
-        return self.merge(mixed.unflatten(0, (x.shape[0], -1)))
+class SaturatedBmm(Divided, HeadsAsBatch):
+    """Behind other code."""

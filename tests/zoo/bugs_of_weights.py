@@ -6,137 +6,100 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Entry, Expected, SelfAttention, above_diagonal, bug, enter
-from .products import AsPrinted
+from .bases import Bare, Causal, Divided, Einsum, HeadsAsBatch, Normed, SelfAttention, Unit, above_diagonal
+from .entry import Expected, bug, enter
 
 
-@bug("weights_not_normalised", 33, 3)
-class MaskTimesWeights(SelfAttention):
+@bug("weights_not_normalised", 33, 3, step="weigh", base=Divided)
+def mask_times_weights(self, scores):
     """The mask multiplies the weights, and nobody divides by what is left."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        weights = (query @ key.mT / math.sqrt(self.head_dim)).softmax(-1)
-        return self.merge((weights * torch.ones(x.shape[1], x.shape[1]).tril()) @ value)
+    return scores.softmax(-1) * torch.ones(scores.shape[-2:]).tril()
 
 
-@bug("weights_not_normalised", 39, 3)
-class WeightsFilled(SelfAttention):
-    """The same by masked_fill, and einsum."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        weights = torch.softmax(torch.einsum("bhid,bhjd->bhij", query, key) * self.head_dim**-0.5, dim=-1)
-        weights = weights.masked_fill(above_diagonal(x.shape[1]), 0.0)
-        return self.merge(torch.einsum("bhij,bhjd->bhid", weights, value))
+@bug("weights_not_normalised", 39, 3, step="weigh", base=Einsum)
+def weights_filled(self, scores):
+    """Weights hidden by masked_fill, and einsum."""
+    return torch.softmax(scores, dim=-1).masked_fill(above_diagonal(scores.shape[-1]), 0.0)
 
 
-@bug("weights_not_normalised", 51, 3)
-class WeightsTril(SelfAttention):
-    """The same by tril, batched by hand."""
-
-    def forward(self, x):
-        query, key, value = (y.flatten(0, 1) for y in self.project(x))
-        weights = F.softmax(torch.bmm(query, key.transpose(1, 2)) / math.sqrt(self.head_dim), dim=2).tril()
-        return self.merge(torch.bmm(weights, value).unflatten(0, (x.shape[0], -1)))
+@bug("weights_not_normalised", 51, 3, step="weigh", base=(Divided, HeadsAsBatch))
+def weights_tril(self, scores):
+    """Weights hidden by tril, batched by hand."""
+    return F.softmax(scores, dim=2).tril()
 
 
-@bug("softmax_twice", 33, 3)
-class SoftmaxOfSoftmax(SelfAttention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        weights = (query @ key.mT / math.sqrt(self.head_dim)).softmax(-1)
-        return self.merge(F.softmax(weights, dim=-1) @ value)
+@bug("softmax_twice", 33, 3, step="weigh", base=Divided)
+def softmax_of_softmax(self, scores):
+    return F.softmax(scores.softmax(-1), dim=-1)
 
 
 @bug("softmax_twice", 46, 2, causal=True)
-class SoftmaxInAModuleToo(SelfAttention):
+class SoftmaxInAModuleToo(Divided, Causal):
     """One by hand, and one in a module that was meant to be the only one."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.softmax, self.dropout = nn.Softmax(dim=-1), nn.Dropout(0.0)
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = (query @ key.mT / math.sqrt(self.head_dim)).masked_fill(above_diagonal(x.shape[1]), -torch.inf)
-        weights = self.dropout(torch.softmax(scores, -1))
-        return self.merge(self.softmax(weights) @ value)
+    def weigh(self, scores):
+        return self.softmax(self.dropout(torch.softmax(scores, -1)))
 
 
-@bug("dropout_before_softmax", 57, 3, train=True)
-class DropoutOnScores(SelfAttention):
+@bug("dropout_before_softmax", 57, 3, train=True, step="adjust", base=Divided)
+def dropout_on_scores(self, scores):
     """A score of zero is not a weight of zero."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = F.dropout(query @ key.mT / math.sqrt(self.head_dim), 0.2, self.training)
-        return self.merge(scores.softmax(-1) @ value)
+    return F.dropout(scores, 0.2, self.training)
 
 
 @bug("dropout_before_softmax", 38, 2, train=True, causal=True)
 class DropoutModuleOnScores(SelfAttention):
-    """The same, as a module, before the mask."""
+    """Dropout of scores as a module, before the mask."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = self.dropout(torch.matmul(query, key.transpose(-2, -1)) * self.head_dim**-0.5)
-        return self.merge(scores.masked_fill(above_diagonal(x.shape[1]), -1e9).softmax(-1) @ value)
+    def adjust(self, scores):
+        return self.dropout(scores).masked_fill(above_diagonal(scores.shape[-1]), -1e9)
 
 
-@bug("undefined_rows", 39, 3, causal=None)
-class NobodyToLookAt(SelfAttention):
+@bug("undefined_rows", 39, 3, causal=None, step="adjust", base=Divided)
+def nobody_to_look_at(self, scores):
     """A mask that hides the first key from all, and the diagonal rule that leaves the first query nothing else."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        hidden = above_diagonal(x.shape[1]).clone()
-        hidden[:, 0] = True
-        scores = (query @ key.mT / math.sqrt(self.head_dim)).masked_fill(hidden, -torch.inf)
-        return self.merge(scores.softmax(-1) @ value)
+    hidden = above_diagonal(scores.shape[-1]).clone()
+    hidden[:, 0] = True
+    return scores.masked_fill(hidden, -torch.inf)
 
 
-@bug("undefined_rows", 35, 5, causal=None)
-class StrictlyThePast(SelfAttention):
+@bug("undefined_rows", 35, 5, causal=None, step="adjust", base=(Divided, Einsum))
+def strictly_the_past(self, scores):
     """triu(0) for triu(1): no token sees itself, and the first sees nothing."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = torch.einsum("bhid,bhjd->bhij", query, key) / self.head_dim**0.5
-        scores = scores + torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(0)
-        return self.merge(torch.einsum("bhij,bhjd->bhid", F.softmax(scores, dim=-1), value))
+    return scores + torch.full(scores.shape[-2:], -torch.inf).triu(0)
 
 
-@bug("softcap_before_scale", 66, 3, softcap=30 * 22**-0.5)
-class CapThenScale(SelfAttention):
+@bug("softcap_before_scale", 66, 3, softcap=30 * 22**-0.5, step="scale_product")
+def cap_then_scale(self, product):
     """30·tanh(q·k/30)/√d: capped at 6.4, and bent from there on."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = 30.0 * torch.tanh(query @ key.mT / 30.0)
-        return self.merge((scores / math.sqrt(self.head_dim)).softmax(-1) @ value)
+    return 30.0 * torch.tanh(product / 30.0) / math.sqrt(self.head_dim)
 
 
 @bug("softcap_before_scale", 57, 3, softcap=50 * 19**-0.5, causal=True)
-class CapThenScaleInSteps(SelfAttention):
+class CapThenScaleInSteps(Causal):
     softcap = 50.0
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = torch.einsum("bhid,bhjd->bhij", query, key)
-        scores = scores / self.softcap
+    def product(self, query, key):
+        return torch.einsum("bhid,bhjd->bhij", query, key)
+
+    def scale_product(self, product):
+        scores = product / self.softcap
         scores = torch.tanh(scores)
         scores = scores * self.softcap
-        scores = scores * self.head_dim**-0.5
-        return self.merge(scores.masked_fill(above_diagonal(x.shape[1]), -torch.inf).softmax(-1) @ value)
+        return scores * self.head_dim**-0.5
 
 
 class Grouped(SelfAttention):
-    """Keys and values shared by heads; a subclass spreads them in two ways."""
+    """Spreads shared keys and values over heads in two ways."""
+
+    def attend(self, query, key, value):
+        return super().attend(query, *self.spread(key, value))
 
     def spread(self, key, value):
         group = self.heads // self.kv_heads
@@ -144,41 +107,26 @@ class Grouped(SelfAttention):
 
 
 @bug("heads_mispaired", 66, 6, kv_heads=2)
-class KeysInterleavedValuesTiled(Grouped):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        key, value = self.spread(key, value)
-        return self.merge((query @ key.mT / math.sqrt(self.head_dim)).softmax(-1) @ value)
+class KeysInterleavedValuesTiled(Grouped, Divided):
+    pass
 
 
-@bug("heads_mispaired", 78, 6, kv_heads=3, causal=True)
-class KeysInterleavedValuesTiledInAKernel(Grouped):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(F.scaled_dot_product_attention(query, *self.spread(key, value), is_causal=True))
+@bug("heads_mispaired", 78, 6, kv_heads=3, causal=True, step="attend", base=Grouped)
+def keys_interleaved_values_tiled_in_a_kernel(self, query, key, value):
+    return F.scaled_dot_product_attention(query, *self.spread(key, value), is_causal=True)
 
 
-@bug("heads_mispaired", 52, 4, kv_heads=2)
-class ValuesExpandedTheOtherWay(Grouped):
+@bug("heads_mispaired", 52, 4, kv_heads=2, step="spread", base=(Grouped, Divided, Einsum))
+def values_expanded_the_other_way(self, key, value):
     """expand before the key heads for the keys, after them for the values."""
-
-    def spread(self, key, value):
-        group = self.heads // self.kv_heads
-        key = key[:, None].expand(-1, group, -1, -1, -1).flatten(1, 2)
-        return key, value[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        key, value = self.spread(key, value)
-        scores = torch.einsum("bhid,bhjd->bhij", query, key) / math.sqrt(self.head_dim)
-        return self.merge(torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), value))
+    group = self.heads // self.kv_heads
+    key = key[:, None].expand(-1, group, -1, -1, -1).flatten(1, 2)
+    return key, value[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
 
 
-@bug("no_gradient", 33, 3)
-class QueriesDetached(SelfAttention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge((query.detach() @ key.mT / math.sqrt(self.head_dim)).softmax(-1) @ value)
+@bug("no_gradient", 33, 3, step="prepare", base=Divided)
+def queries_detached(self, query, key):
+    return query.detach(), key
 
 
 @bug("no_gradient", 39, 3, causal=True)
@@ -190,31 +138,19 @@ class KeysDetachedForAKernel(SelfAttention):
 
 
 @bug("qk_norm_freezes", 128, 2, scale=1.0)
-class NormedAndNotScaled(AsPrinted):
+class NormedAndNotScaled(Normed, Bare):
     """RMSNorm makes vectors of length √d: without a scale the scores spread by √d, whatever the weights."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.q_norm, self.k_norm = nn.RMSNorm(self.head_dim), nn.RMSNorm(self.head_dim)
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = self.q_norm(query) @ self.k_norm(key).mT
-        return self.merge(scores.softmax(-1) @ value)
 
 
 @bug("qk_norm_freezes", 48, 3, scale=100.0)
-class CosineTimesAHundred(SelfAttention):
+class CosineTimesAHundred(Unit):
     """CLIP's last logit scale, as the first of an attention."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.logit_scale = nn.Parameter(torch.tensor(100.0).log())
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
-        return self.merge((self.logit_scale.exp() * (query @ key.mT)).softmax(-1) @ value)
+    def scale_product(self, product):
+        return self.logit_scale.exp() * product
 
 
 class Stack(nn.Module):
@@ -236,33 +172,25 @@ class OneOfMany(SelfAttention):
         super().__init__(*args)
         self.is_causal = is_causal
 
-    def forward(self, x):
-        return self.merge(F.scaled_dot_product_attention(*self.project(x), is_causal=self.is_causal))
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
 
 
 enter(
-    Entry(
-        "bugs_of_weights.OneLayerSeesTheFuture",
-        lambda: (Stack(), (torch.randn(2, 13, 33),)),
-        {f"blocks.{index}": Expected(3, 11, 11**-0.5, 3, causal=index != 1) for index in range(4)},
-        code="attends_to_future",
-    )
+    "bugs_of_weights.OneLayerSeesTheFuture",
+    lambda: (Stack(), (torch.randn(2, 13, 33),)),
+    {f"blocks.{index}": Expected(3, 11, 11**-0.5, 3, causal=index != 1) for index in range(4)},
+    code="attends_to_future",
 )
 
 
-@bug("dropout_in_evaluation", 33, 3)
-class FunctionalDropout(SelfAttention):
+@bug("dropout_in_evaluation", 33, 3, step="weigh", base=Divided)
+def functional_dropout(self, scores):
     """F.dropout drops in evaluation too, unless it is told not to."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(F.dropout((query @ key.mT / self.head_dim**0.5).softmax(-1), 0.1) @ value)
+    return F.dropout(scores.softmax(-1), 0.1)
 
 
-@bug("dropout_in_evaluation", 39, 3)
-class KernelDropout(SelfAttention):
+@bug("dropout_in_evaluation", 39, 3, step="attend")
+def kernel_dropout(self, query, key, value):
     """As does SDPA."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(F.scaled_dot_product_attention(query, key, value, dropout_p=0.1))
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)

@@ -6,186 +6,138 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import SelfAttention, above_diagonal, bug
+from .bases import Bare, Divided, HeadsAsBatch, HeadsLast, Kernel, Normed, SelfAttention, above_diagonal
+from .entry import bug
 
 
 @bug("scale_after_softmax", 96, 3, scale=1.0)
 @bug("scale_after_softmax", 51, 3, scale=1.0, init=1.0)
-class WeightsScaled(SelfAttention):
+class WeightsScaled(Bare):
     """softmax(q·k)/√d: the weights no longer sum to one."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        weights = (query @ key.mT).softmax(-1) / math.sqrt(self.head_dim)
-        return self.merge(weights @ value)
+    def weigh(self, scores):
+        return scores.softmax(-1) / math.sqrt(self.head_dim)
 
 
 @bug("scale_after_softmax", 57, 3, scale=1.0, init=1.0)
-class OutputScaled(SelfAttention):
+class OutputScaled(Bare):
     """softmax(q·k)·v/√d."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        output = (query @ key.mT).softmax(-1) @ value
-        return self.merge(output * self.head_dim**-0.5)
+    def mix(self, weights, value):
+        return weights @ value * self.head_dim**-0.5
 
 
 @bug("softmax_wrong_axis", 33, 3)
-class OverQueries(SelfAttention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        return self.merge(torch.softmax(scores, dim=-2) @ value)
+class OverQueries(Divided):
+    def weigh(self, scores):
+        return torch.softmax(scores, dim=-2)
 
 
-@bug("softmax_wrong_axis", 69, 3, causal=True)
-class OverQueriesMasked(SelfAttention):
-    """The same behind a causal mask."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = (query @ key.mT / math.sqrt(self.head_dim)).masked_fill(above_diagonal(x.shape[1]), -1e9)
-        return self.merge(torch.softmax(scores, dim=-2) @ value)
+@bug("softmax_wrong_axis", 69, 3, causal=True, step="adjust", base=OverQueries)
+def over_queries_masked(self, scores):
+    """Behind a causal mask."""
+    return scores.masked_fill(above_diagonal(scores.shape[-1]), -1e9)
 
 
-@bug("softmax_wrong_axis", 39, 3)
-class OverHeads(SelfAttention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        return self.merge(F.softmax(scores, dim=1) @ value)
+@bug("softmax_wrong_axis", 39, 3, step="weigh", base=Divided)
+def over_heads(self, scores):
+    return F.softmax(scores, dim=1)
 
 
 @bug("softmax_wrong_axis", 51, 3)
-class OverHeadsOfAnEinsum(SelfAttention):
-    """'bqhd,bkhd->bqkh' and the last axis, which is the heads'."""
+class OverHeadsOfAnEinsum(Divided, HeadsLast):
+    """The last axis, which is the heads'."""
 
-    def forward(self, x):
-        query, key, value = (p(x).unflatten(-1, (self.heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        scores = torch.einsum("bqhd,bkhd->bqkh", query, key) / math.sqrt(self.head_dim)
-        return self.out_proj(torch.einsum("bqkh,bkhd->bqhd", scores.softmax(-1), value).flatten(2))
+    scored, mixed = "bqhd,bkhd->bqkh", "bqkh,bkhd->bqhd"
 
 
-@bug("softmax_wrong_axis", 57, 3)
-class OverTheBatch(SelfAttention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        return self.merge(F.softmax(scores, dim=0) @ value)
+@bug("softmax_wrong_axis", 57, 3, step="weigh", base=Divided)
+def over_the_batch(self, scores):
+    return F.softmax(scores, dim=0)
 
 
 @bug("softmax_wrong_axis", 38, 2)
-class KeysFirstNotTransposed(SelfAttention):
+class KeysFirstNotTransposed(Divided):
     """k @ qᵀ, and then all as if it were q @ kᵀ."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = key @ query.mT / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1).mT @ value)
+    def product(self, query, key):
+        return key @ query.mT
+
+    def mix(self, weights, value):
+        return weights.mT @ value
 
 
-class Normed(SelfAttention):
+class Forgetful(Normed):
     """Norms for query and key that a subclass forgets."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.q_norm, self.k_norm = nn.RMSNorm(self.head_dim), nn.RMSNorm(self.head_dim)
+    prepare = SelfAttention.prepare
 
 
 @bug("inert_qk_norm", 33, 3)
-class NormsNeverCalled(Normed):
-    def forward(self, x):
-        return self.merge(F.scaled_dot_product_attention(*self.project(x)))
+class NormsNeverCalled(Forgetful, Kernel):
+    pass
 
 
-@bug("inert_qk_norm", 39, 3)
-class NormsThrownAway(Normed):
+@bug("inert_qk_norm", 39, 3, step="prepare", base=(Forgetful, Divided))
+def norms_thrown_away(self, query, key):
     """Called, and the result not kept."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        self.q_norm(query)
-        self.k_norm(key)
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1) @ value)
+    self.q_norm(query)
+    self.k_norm(key)
+    return query, key
 
 
-@bug("inert_qk_norm", 51, 3)
-class NormOfTheQueryAlone(Normed):
+@bug("inert_qk_norm", 51, 3, step="prepare", base=(Forgetful, Kernel))
+def norm_of_the_query_alone(self, query, key):
     """The query is normalised, the key's norm forgotten."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(F.scaled_dot_product_attention(self.q_norm(query), key, value))
+    return self.q_norm(query), key
 
 
 @bug("inert_qk_norm", 57, 3, causal=True)
 class NormsUnderOtherNames(SelfAttention):
     """query_layernorm and key_layernorm, of another kind."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.query_layernorm, self.key_layernorm = nn.LayerNorm(self.head_dim), nn.LayerNorm(self.head_dim)
 
-    def forward(self, x):
-        return self.merge(F.scaled_dot_product_attention(*self.project(x), is_causal=True))
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 @bug("inert_softcap", 33, 3)
-class KernelIgnoresTheCap(SelfAttention):
+class KernelIgnoresTheCap(Kernel):
     """An attribute that SDPA knows nothing of."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.attn_logit_softcapping = 50.0
-
-    def forward(self, x):
-        return self.merge(F.scaled_dot_product_attention(*self.project(x)))
+    attn_logit_softcapping = 50.0
 
 
 @bug("inert_softcap", 39, 3)
-class CapThrownAway(SelfAttention):
+class CapThrownAway(Divided):
     """tanh computed, and its result not kept."""
 
     softcap = 30.0
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.mT / math.sqrt(self.head_dim)
+    def adjust(self, scores):
         torch.tanh(scores / self.softcap) * self.softcap
-        return self.merge(scores.softmax(-1) @ value)
+        return scores
 
 
 @bug("inert_softcap", 51, 3, softcap=1e6)
-class CapFarAway(SelfAttention):
+class CapFarAway(Divided):
     """A cap of a million caps nothing."""
 
     softcap = 1e6
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        scores = torch.tanh(scores / self.softcap) * self.softcap
-        return self.merge(scores.softmax(-1) @ value)
+    def adjust(self, scores):
+        return torch.tanh(scores / self.softcap) * self.softcap
 
 
-@bug("softmax_wrong_axis", 55, 5)
-class OverQueriesOfBmm(SelfAttention):
+@bug("softmax_wrong_axis", 55, 5, step="weigh", base=(Divided, HeadsAsBatch))
+def over_queries_of_bmm(self, scores):
     """(batch · heads, queries, keys), and axis 1."""
-
-    def forward(self, x):
-        query, key, value = (y.flatten(0, 1) for y in self.project(x))
-        scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(self.head_dim)
-        mixed = torch.bmm(torch.softmax(scores, dim=1), value)
-        return self.merge(mixed.view(x.shape[0], self.heads, *mixed.shape[1:]))
+    return torch.softmax(scores, dim=1)
 
 
-@bug("softmax_wrong_axis", 46, 2)
-class OverAllPairs(SelfAttention):
+@bug("softmax_wrong_axis", 46, 2, step="weigh", base=Divided)
+def over_all_pairs(self, scores):
     """Queries and keys flattened into one axis: all weights of a head sum to one."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        weights = scores.flatten(2).softmax(-1).view_as(scores)
-        return self.merge(weights @ value)
+    return scores.flatten(2).softmax(-1).view_as(scores)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from .entry import Block, Entry, Expected, enter
+from .bases import Block
+from .entry import Expected, enter
 from .products import AsPrinted
 
 
@@ -44,4 +45,4 @@ def compiled_inside():
 
 for make, head_dim in (scripted, 11), (traced, 17), (compiled, 13), (compiled_inside, 19):
     layers = {"attention": Expected(3, head_dim, head_dim**-0.5, 3)}
-    enter(Entry(f"compiled.{make.__name__}", make, layers, statistics="none"))
+    enter(f"compiled.{make.__name__}", make, layers, statistics="none")

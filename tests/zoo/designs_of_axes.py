@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import UNREAD, SelfAttention, correct
+from .bases import Divided, SelfAttention
+from .entry import UNREAD, correct
 
 
 class Slots(nn.Module):
     """Slot attention: slots compete for inputs, softmax over slots, then each slot averages what it won."""
 
-    def __init__(self, d_model, heads, head_dim=None, kv_heads=None):
+    def __init__(self, d_model, *args, **kwargs):
         super().__init__()
         self.start = nn.Parameter(torch.randn(1, 5, d_model))
         self.to_q, self.to_k, self.to_v = (nn.Linear(d_model, d_model, bias=False) for _ in range(3))
@@ -32,43 +33,36 @@ class Slots(nn.Module):
         return self.back(slots.mean(1, keepdim=True).expand_as(x))
 
 
-@correct(33, 1, **UNREAD)
-class SlotsOverQueries(Slots):
+@correct(33, 1, **UNREAD, step="updates", base=Slots)
+def slots_over_queries(self, query, key, value):
     """einsum, dim=1 of (batch, slots, inputs)."""
-
-    def updates(self, query, key, value):
-        dots = torch.einsum("bid,bjd->bij", query, key) * query.shape[-1] ** -0.5
-        weights = dots.softmax(dim=1) + 1e-8
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-        return torch.einsum("bjd,bij->bid", value, weights)
+    dots = torch.einsum("bid,bjd->bij", query, key) * query.shape[-1] ** -0.5
+    weights = dots.softmax(dim=1) + 1e-8
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    return torch.einsum("bjd,bij->bid", value, weights)
 
 
-@correct(39, 1, **UNREAD)
-class SlotsLast(Slots):
+@correct(39, 1, **UNREAD, step="updates", base=Slots)
+def slots_last(self, query, key, value):
     """Inputs first: softmax over the last axis, which is the slots'; normalised over the first."""
-
-    def updates(self, query, key, value):
-        logits = key @ query.transpose(1, 2) * query.shape[-1] ** -0.5
-        weights = F.softmax(logits, dim=-1) + 1e-8
-        weights = weights / torch.sum(weights, dim=1, keepdim=True)
-        return weights.transpose(1, 2) @ value
+    logits = key @ query.transpose(1, 2) * query.shape[-1] ** -0.5
+    weights = F.softmax(logits, dim=-1) + 1e-8
+    weights = weights / torch.sum(weights, dim=1, keepdim=True)
+    return weights.transpose(1, 2) @ value
 
 
-@correct(51, 1, **UNREAD)
-class SlotsMixedThenDivided(Slots):
+@correct(51, 1, **UNREAD, step="updates", base=Slots)
+def slots_mixed_then_divided(self, query, key, value):
     """The average taken after the sum."""
-
-    def updates(self, query, key, value):
-        weights = (query @ key.mT / math.sqrt(query.shape[-1])).softmax(-2)
-        return (weights @ value) / weights.sum(-1, keepdim=True)
+    weights = (query @ key.mT / math.sqrt(query.shape[-1])).softmax(-2)
+    return (weights @ value) / weights.sum(-1, keepdim=True)
 
 
 @correct(66, 3, **UNREAD)
 class GroupAssignment(SelfAttention):
     """GroupViT's: every token is assigned to groups, the queries; a group averages its tokens."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.groups = nn.Parameter(torch.randn(1, 4, self.heads * self.head_dim))
 
     def forward(self, x):
@@ -87,20 +81,19 @@ class GroupAssignment(SelfAttention):
 class CrossCovariance(SelfAttention):
     """XCiT's: channels attend to channels, both of unit length over the tokens, with a learned temperature."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.temperature = nn.Parameter(torch.ones(self.heads, 1, 1))
 
-    def forward(self, x):
-        query, key, value = (y.transpose(-2, -1) for y in self.project(x))
+    def attend(self, *heads):
+        query, key, value = (y.transpose(-2, -1) for y in heads)
         query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
         weights = ((query @ key.transpose(-2, -1)) * self.temperature).softmax(dim=-1)
-        return self.merge((weights @ value).transpose(-2, -1))
+        return (weights @ value).transpose(-2, -1)
 
 
 @correct(44, 2, **UNREAD)
 class TransposedAttention(nn.Module):
-    """Restormer's: the same over the pixels of an image, from convolutions."""
+    """Restormer's, over the pixels of an image, from convolutions."""
 
     def __init__(self, d_model, heads, head_dim=None, kv_heads=None):
         super().__init__()
@@ -115,14 +108,11 @@ class TransposedAttention(nn.Module):
         return self.out((weights @ value).flatten(1, 2)).transpose(1, 2)
 
 
-@correct(60, 4, statistics="none", calls=None, scale=None, seen_heads=None, seen_dim=None)
-class Sinkhorn(SelfAttention):
+@correct(60, 4, statistics="none", calls=None, scale=None, seen_heads=None, seen_dim=None, step="weigh", base=Divided)
+def sinkhorn(self, scores):
     """Rows and columns normalised in turns, the rows last."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        weights = torch.exp(query @ key.mT / math.sqrt(self.head_dim))
-        for _ in range(3):
-            weights = weights / weights.sum(-2, keepdim=True)
-            weights = weights / weights.sum(-1, keepdim=True)
-        return self.merge(weights @ value)
+    weights = torch.exp(scores)
+    for _ in range(3):
+        weights = weights / weights.sum(-2, keepdim=True)
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights

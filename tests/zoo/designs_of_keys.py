@@ -3,30 +3,28 @@
 What cannot be read of them may be said in a note; none gets a warning or an error.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import UNREAD, Block, Entry, Expected, SelfAttention, above_diagonal, correct, enter
-from .recording import note
+from .bases import Block, Causal, Divided, Einsum, SelfAttention, above_diagonal, note
+from .entry import UNREAD, Expected, correct, enter
 
 
+@correct(57, 3, shape=(2, 20, 57), layers=3, statistics="none")
 class Nystrom(SelfAttention):
     """Nyström attention: three softmaxes about five landmarks, and the pseudo-inverse of one of them."""
 
     landmarks = 5
 
-    def forward(self, x):
-        query, key, value = self.project(x)
+    def attend(self, query, key, value):
         query = query * self.head_dim**-0.25
         key = key * self.head_dim**-0.25
         q_marks, k_marks = (y.unflatten(2, (self.landmarks, -1)).mean(3) for y in (query, key))
         first = (query @ k_marks.mT).softmax(-1)
         middle = (q_marks @ k_marks.mT).softmax(-1)
         last = (q_marks @ key.mT).softmax(-1)
-        return self.merge((first @ self.inverse(middle)) @ (last @ value))
+        return (first @ self.inverse(middle)) @ (last @ value)
 
     def inverse(self, matrix, steps=6):
         eye = torch.eye(matrix.shape[-1])
@@ -37,58 +35,39 @@ class Nystrom(SelfAttention):
         return found
 
 
-enter(
-    Entry(
-        "designs_of_keys.Nystrom",
-        lambda: (Block(57, Nystrom(57, 3)), (torch.randn(2, 20, 57),)),
-        {name: Expected(3, 19, 19**-0.5, 3) for name in ("attention", "attention#2", "attention#3")},
-        statistics="none",
-    )
-)
-
-
-@correct(35, 5, shape=(2, 20, 35), **UNREAD)
-class NystromScaledQuery(Nystrom):
+@correct(35, 5, shape=(2, 20, 35), **UNREAD, step="attend", base=Nystrom)
+def nystrom_scaled_query(self, query, key, value):
     """The reference implementation's: the query alone is scaled, an exact pseudo-inverse."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query = query * self.head_dim**-0.5
-        q_marks, k_marks = (y.unflatten(2, (self.landmarks, -1)).mean(3) for y in (query, key))
-        first, middle, last = (
-            torch.einsum("...id,...jd->...ij", *pair).softmax(-1)
-            for pair in ((query, k_marks), (q_marks, k_marks), (q_marks, key))
-        )
-        return self.merge(first @ torch.linalg.pinv(middle) @ (last @ value))
+    query = query * self.head_dim**-0.5
+    q_marks, k_marks = (y.unflatten(2, (self.landmarks, -1)).mean(3) for y in (query, key))
+    first, middle, last = (
+        torch.einsum("...id,...jd->...ij", *pair).softmax(-1)
+        for pair in ((query, k_marks), (q_marks, k_marks), (q_marks, key))
+    )
+    return first @ torch.linalg.pinv(middle) @ (last @ value)
 
 
 @correct(68, 4, statistics="none")
-class MemoryKeys(SelfAttention):
+class MemoryKeys(Divided):
     """Learned keys and values beside those of the tokens."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.memory = nn.Parameter(torch.randn(2, 1, self.heads, 3, self.head_dim))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
+    def attend(self, query, *kept):
         key, value = (
-            torch.cat([mine.expand(x.shape[0], -1, -1, -1), y], 2)
-            for mine, y in zip(self.memory, (key, value), strict=True)
+            torch.cat([mine.expand(len(query), -1, -1, -1), y], 2) for mine, y in zip(self.memory, kept, strict=True)
         )
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1) @ value)
+        return super().attend(query, key, value)
 
 
-class Attend(SelfAttention):
+class Attend(Divided, Einsum):
     """From one set to another."""
 
     def forward(self, x, other):
         query = self.split(self.q_proj(x))
         key, value = self.split(self.k_proj(other)), self.split(self.v_proj(other))
-        scores = torch.einsum("bhid,bhjd->bhij", query, key) / math.sqrt(self.head_dim)
-        note(self, scores)
-        return self.merge(torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), value))
+        return self.merge(self.attend(query, key, value))
 
 
 class InducedSet(nn.Module):
@@ -106,36 +85,29 @@ class InducedSet(nn.Module):
 
 
 enter(
-    Entry(
-        "designs_of_keys.InducedSet",
-        lambda: (InducedSet(), (torch.randn(2, 13, 39),)),
-        {name: Expected(3, 13, 13**-0.5, 3) for name in ("first", "second", "pool")},
-    )
+    "designs_of_keys.InducedSet",
+    lambda: (InducedSet(), (torch.randn(2, 13, 39),)),
+    {name: Expected(3, 13, 13**-0.5, 3) for name in ("first", "second", "pool")},
 )
 
 
-class Linformer(SelfAttention):
+class Linformer(Divided):
     """Keys and values projected to six positions along the length."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.along = nn.Parameter(torch.randn(2, 20, 6) / 20**0.5)
 
-    def forward(self, x):
+    def project(self, x):
         query = self.split(self.q_proj(x))
         key = self.split(torch.einsum("bnd,nk->bkd", self.k_proj(x), self.along[0]))
-        value = self.split(torch.einsum("bnd,nk->bkd", self.v_proj(x), self.along[1]))
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1) @ value)
+        return query, key, self.split(torch.einsum("bnd,nk->bkd", self.v_proj(x), self.along[1]))
 
 
 enter(
-    Entry(
-        "designs_of_keys.Linformer",
-        lambda: (Block(55, Linformer(55, 5)), (torch.randn(2, 20, 55),)),
-        {"attention": Expected(5, 11, 11**-0.5, None)},
-        statistics="none",
-    )
+    "designs_of_keys.Linformer",
+    lambda: (Block(55, Linformer(55, 5)), (torch.randn(2, 20, 55),)),
+    {"attention": Expected(5, 11, 11**-0.5, None)},
+    statistics="none",
 )
 
 
@@ -143,26 +115,24 @@ enter(
 class SharedQueriesAndKeys(SelfAttention):
     """Reformer's: the key is the query at unit length, and no token looks at itself."""
 
-    def forward(self, x):
+    def project(self, x):
         query, value = self.split(self.q_proj(x)), self.split(self.v_proj(x))
-        key = F.normalize(query, dim=-1)
-        scores = query @ key.mT * self.head_dim**-0.5
-        scores = scores.masked_fill(torch.eye(x.shape[1], dtype=torch.bool), -5e4)
-        return self.merge(scores.softmax(-1) @ value)
+        return query, F.normalize(query, dim=-1), value
+
+    def adjust(self, scores):
+        return scores.masked_fill(torch.eye(scores.shape[-1], dtype=torch.bool), -5e4)
 
 
 @correct(68, 4, kv_heads=2, statistics="none")
-class TiledKeysAndValues(SelfAttention):
+class TiledKeysAndValues(Divided):
     """Both in whole copies side by side: another order than Llama's, and the same for both."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        key, value = (y.repeat(1, self.heads // self.kv_heads, 1, 1) for y in (key, value))
-        return self.merge((query @ key.mT / math.sqrt(self.head_dim)).softmax(-1) @ value)
+    def attend(self, query, *shared):
+        return super().attend(query, *(y.repeat(1, self.heads // self.kv_heads, 1, 1) for y in shared))
 
 
 @correct(36, 3, statistics="none", causal=True, calls=2)
-class Recurrent(SelfAttention):
+class Recurrent(Divided, Causal):
     """Transformer-XL's: the second half sees the first as a memory through which no gradient goes."""
 
     def forward(self, x):
@@ -171,9 +141,7 @@ class Recurrent(SelfAttention):
             query = self.split(self.q_proj(part))
             seen = part if memory is None else torch.cat([memory.detach(), part], 1)
             key, value = self.split(self.k_proj(seen)), self.split(self.v_proj(seen))
-            scores = query @ key.mT / math.sqrt(self.head_dim)
-            scores = scores.masked_fill(above_diagonal(part.shape[1], seen.shape[1]), -torch.inf)
-            mixed.append(self.merge(scores.softmax(-1) @ value))
+            mixed.append(self.merge(self.attend(query, key, value)))
             memory = part
         return torch.cat(mixed, 1)
 
@@ -204,18 +172,14 @@ class AbsorbedKeys(nn.Module):
 
 
 @correct(64, 4, **UNREAD)
-class KeysOfTwoTokens(SelfAttention):
+class KeysOfTwoTokens(Divided, Causal):
     """Each key is a learned mix of its token's and of the one before, as in shifted key-value attention.
 
     At the start both shares are a half, and half of 1/√16 is 1/√64, the model's width.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.share = nn.Parameter(torch.tensor(0.5))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        key = self.share * key + (1 - self.share) * F.pad(key, (0, 0, 1, -1))
-        scores = query @ key.mT / math.sqrt(self.head_dim)
-        return self.merge(scores.masked_fill(above_diagonal(x.shape[1]), -torch.inf).softmax(-1) @ value)
+    def prepare(self, query, key):
+        return query, self.share * key + (1 - self.share) * F.pad(key, (0, 0, 1, -1))

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Entry, Expected, SelfAttention, above_diagonal, correct, enter
-from .recording import note
+from .bases import Causal, Divided, SelfAttention, above_diagonal, note
+from .entry import Expected, correct, enter
 
 
 class ResidualScores(SelfAttention):
@@ -40,19 +40,16 @@ class RealFormer(nn.Module):
 
 
 enter(
-    Entry(
-        "designs_of_scores.RealFormer",
-        lambda: (RealFormer(52, 4, 4), (torch.randn(2, 13, 52),)),
-        {f"blocks.{index}": Expected(4, None, 13**-0.5, 4) for index in range(4)},
-    )
+    "designs_of_scores.RealFormer",
+    lambda: (RealFormer(52, 4, 4), (torch.randn(2, 13, 52),)),
+    {f"blocks.{index}": Expected(4, None, 13**-0.5, 4) for index in range(4)},
 )
 
 
 class Disentangled(SelfAttention):
     """DeBERTa's: content to content, content to position, position to content, under one root of 3 d_k."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.table = nn.Parameter(torch.randn(26, self.heads * self.head_dim))
         self.pos_k, self.pos_q = (nn.Linear(self.heads * self.head_dim, self.heads * self.head_dim) for _ in range(2))
 
@@ -82,7 +79,7 @@ class DisentangledGathered(Disentangled):
 
 @correct(65, 5, scale=(3 * 13) ** -0.5, seen_dim=None, statistics="none")
 class DisentangledEinsum(Disentangled):
-    """The same with a position for every pair, and one division at the end."""
+    """A position for every pair, and one division at the end."""
 
     def forward(self, x):
         query, key, value = self.project(x)
@@ -133,68 +130,52 @@ correct(
 class Hypersphere(SelfAttention):
     """nGPT's: unit vectors with learned gains, multiplied by √d_k."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.gain = nn.Parameter(torch.ones(self.head_dim))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query, key = (self.gain * F.normalize(y, dim=-1) for y in (query, key))
-        return self.merge(F.scaled_dot_product_attention(query, key, value, scale=math.sqrt(self.head_dim)))
+    def prepare(self, query, key):
+        return [self.gain * F.normalize(y, dim=-1) for y in (query, key)]
+
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, scale=math.sqrt(self.head_dim))
 
 
 @correct(63, 3, causal=True, statistics="none", scale=None, seen_dim=None)
-class RelativeShift(SelfAttention):
+class RelativeShift(Causal):
     """Transformer-XL's: (q + u)·k and (q + v)·r, the second shifted into place by a reshape."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.u, self.v = (nn.Parameter(torch.randn(self.heads, 1, self.head_dim)) for _ in range(2))
         self.r_proj = nn.Linear(self.heads * self.head_dim, self.heads * self.head_dim, bias=False)
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        place = torch.arange(x.shape[1] - 1, -1, -1.0)[:, None] * 0.9 ** torch.arange(0.0, x.shape[-1])
+    def product(self, query, key):
+        length = query.shape[2]
+        place = torch.arange(length - 1, -1, -1.0)[:, None] * 0.9 ** torch.arange(0.0, self.d_model)
         relative = self.split(self.r_proj(place.sin())[None])
         content = (query + self.u) @ key.mT
         position = (query + self.v) @ relative.mT
-        padded = F.pad(position, (1, 0)).view(*position.shape[:2], x.shape[1] + 1, x.shape[1])
-        scores = (content + padded[:, :, 1:]) * self.head_dim**-0.5
-        scores = scores.masked_fill(above_diagonal(x.shape[1]), -torch.inf)
-        return self.merge(scores.softmax(-1) @ value)
+        padded = F.pad(position, (1, 0)).view(*position.shape[:2], length + 1, length)
+        return content + padded[:, :, 1:]
 
 
-@correct(48, 4, scale=None, statistics="none")
-class Distances(SelfAttention):
+@correct(48, 4, scale=None, statistics="none", step="product", base=Divided)
+def distances(self, query, key):
     """Minus the squared distance of query and key, over √d: q·k counts twice, and their lengths are added."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        lengths = query.square().sum(-1, keepdim=True) + key.square().sum(-1)[:, :, None]
-        scores = -(lengths - 2 * query @ key.mT) / math.sqrt(self.head_dim)
-        return self.merge(scores.softmax(-1) @ value)
+    lengths = query.square().sum(-1, keepdim=True) + key.square().sum(-1)[:, :, None]
+    return -(lengths - 2 * query @ key.mT)
 
 
-@correct(52, 4, causal=True, statistics="none")
-class MultipliedAndTakenOff(SelfAttention):
+@correct(52, 4, causal=True, statistics="none", step="adjust", base=Divided)
+def multiplied_and_taken_off(self, scores):
     """GPT-2's first: scores times the mask, less 1e10 where it is zero; and a switch for every head."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        shown = (~above_diagonal(x.shape[1])).float()
-        scores = query @ key.mT / math.sqrt(self.head_dim) * torch.ones(self.heads, 1, 1)
-        scores = scores * shown - 1e10 * (1 - shown)
-        return self.merge(scores.softmax(-1) @ value)
+    shown = (~above_diagonal(scores.shape[-1])).float()
+    scores = scores * torch.ones(self.heads, 1, 1)
+    return scores * shown - 1e10 * (1 - shown)
 
 
-@correct(57, 3, statistics="shape")
-class Adjacent(SelfAttention):
+@correct(57, 3, statistics="shape", step="adjust", base=Divided)
+def adjacent(self, scores):
     """One is added to the scores of neighbours in a graph, and to those of a few keys that everybody should see."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        at = torch.arange(x.shape[1])
-        neighbours, everybody = ((at[:, None] - at).abs() % 5 == 1).float(), (at % 4 == 1).float()
-        scores = query @ key.mT / math.sqrt(self.head_dim) + neighbours + everybody
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+    at = torch.arange(scores.shape[-1])
+    neighbours, everybody = ((at[:, None] - at).abs() % 5 == 1).float(), (at % 4 == 1).float()
+    return scores + neighbours + everybody

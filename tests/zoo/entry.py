@@ -5,7 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from .bases import Block, SelfAttention, above_diagonal
+
+__all__ = ["Block", "SelfAttention", "above_diagonal", "bug", "correct", "enter"]
 
 
 @dataclass(frozen=True)
@@ -42,21 +46,22 @@ class Entry:
 
 
 ENTRIES: dict[str, Entry] = {}
-# Of a design that cannot be read, or of which there is more than one right reading.
+# For a design that cannot be read, or that has more than one right reading.
 UNREAD = dict(scale=None, seen_heads=None, seen_dim=None, causal=None, calls=None, statistics="none")
 
 
-def enter(entry: Entry) -> None:
-    """Put an entry into the zoo."""
-    assert entry.name not in ENTRIES, entry.name
-    ENTRIES[entry.name] = entry
+def enter(name: str, *fields, **more) -> None:
+    """Put an entry with these fields into the zoo."""
+    assert name not in ENTRIES, name
+    ENTRIES[name] = Entry(name, *fields, **more)
 
 
 def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=..., causal=False, softcap=None,
             calls=1, shape=None, inputs=None, seen_heads=..., seen_dim=..., init=None, code=None, train=False,
-            statistics="all", tolerance=1e-3, gradients=True, layers=1):  # fmt: skip
-    """Enter the class as the attention of a residual block: `Block.attention`, built with (d_model, heads, …).
+            statistics="all", tolerance=1e-3, gradients=True, layers=1, step=None, base=None, **members):  # fmt: skip
+    """Enter a class as the attention of a residual block: `Block.attention`, built with (d_model, heads, …).
 
+    A function is entered as a class that has it as its only step, and `members` (`config`, `layout`, `kept_as`).
     The scale is 1/√d_k where nothing else is said, and heads and head_dim are seen as they are built. One line that
     attends by several rows of its parameters shows as many layers.
     """
@@ -71,7 +76,10 @@ def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=...
         calls=calls,
     )
 
-    def wrap(cls):
+    def wrap(design):
+        assert members.keys() <= {"config", "layout", "kept_as"}, members
+        cls = design if isinstance(design, type) else _with_step(design, step, base, members)
+
         def make():
             attention = cls(d_model, heads, head_dim=head_dim, kv_heads=kv_heads)
             if init is not None:
@@ -81,14 +89,20 @@ def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=...
         name = f"{cls.__module__.rsplit('.', 1)[-1]}.{cls.__name__}"
         name += "" if init is None else f"-init{init}"
         paths = ["attention", *(f"attention#{number}" for number in range(2, layers + 1))]
-        enter(Entry(name, make, dict.fromkeys(paths, expected), code, train, statistics, tolerance, gradients))
+        enter(name, make, dict.fromkeys(paths, expected), code, train, statistics, tolerance, gradients)
         return cls
 
     return wrap
 
 
+def _with_step(function, step, base, members):
+    name = "".join(word[:1].upper() + word[1:] for word in function.__name__.split("_"))
+    bases = base if isinstance(base, tuple) else (base or SelfAttention,)
+    return type(name, bases, {step: function, "__module__": function.__module__, **members})
+
+
 def bug(code: str, d_model: int, heads: int, **expected):
-    """Enter the class as one that gets this code."""
+    """Enter a class, or a step, that gets this code."""
     return correct(d_model, heads, code=code, **expected)
 
 
@@ -97,51 +111,3 @@ def initialise(model: nn.Module, gain: float) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=gain * module.in_features**-0.5)
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), what nearly every attention lives in."""
-
-    def __init__(self, d_model: int, attention: nn.Module):
-        super().__init__()
-        self.norm = nn.LayerNorm(d_model)
-        self.attention = attention
-
-    def forward(self, x: Tensor, *rest) -> Tensor:
-        return x + self.attention(self.norm(x), *rest)
-
-
-class SelfAttention(nn.Module):
-    """The projections most attentions have, and the usual way to split and to merge heads."""
-
-    def __init__(self, d_model: int, heads: int, head_dim: int | None = None, kv_heads: int | None = None):
-        super().__init__()
-        self.heads, self.kv_heads = heads, kv_heads or heads
-        self.head_dim = head_dim or d_model // heads
-        self.q_proj = nn.Linear(d_model, self.heads * self.head_dim)
-        self.k_proj = nn.Linear(d_model, self.kv_heads * self.head_dim)
-        self.v_proj = nn.Linear(d_model, self.kv_heads * self.head_dim)
-        self.out_proj = nn.Linear(self.heads * self.head_dim, d_model)
-
-    def split(self, x: Tensor, heads: int | None = None) -> Tensor:
-        """(batch, length, heads · head_dim) to (batch, heads, length, head_dim)."""
-        batch, length, _ = x.shape
-        return x.view(batch, length, heads or self.heads, self.head_dim).transpose(1, 2)
-
-    def merge(self, x: Tensor) -> Tensor:
-        """(batch, heads, length, head_dim) back to (batch, length, d_model)."""
-        return self.out_proj(x.transpose(1, 2).flatten(2))
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, each (batch, heads, length, head_dim)."""
-        return (
-            self.split(self.q_proj(x)),
-            self.split(self.k_proj(x), self.kv_heads),
-            self.split(self.v_proj(x), self.kv_heads),
-        )
-
-
-def above_diagonal(q_len: int, kv_len: int | None = None) -> Tensor:
-    """True where a causal attention must not look: keys after the query, the last query seeing every key."""
-    kv_len = kv_len or q_len
-    return torch.ones(q_len, kv_len, dtype=torch.bool).triu(1 + kv_len - q_len)

@@ -1,117 +1,88 @@
 """The ways to hide a key."""
 
-import math
-
 import torch
-import torch.nn.functional as F
 
-from .entry import SelfAttention, above_diagonal, correct
-from .recording import note
-
-
-class Masked(SelfAttention):
-    """Everything but the mask."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.transpose(-1, -2) / math.sqrt(self.head_dim)
-        scores = self.mask(scores, above_diagonal(x.shape[1]))
-        note(self, scores)
-        return self.merge(F.softmax(scores, dim=-1) @ value)
+from .bases import Divided, above_diagonal
+from .entry import correct
 
 
-@correct(33, 3, causal=True)
-class FilledWithInfinity(Masked):
-    def mask(self, scores, hidden):
-        return scores.masked_fill(hidden, float("-inf"))
+class Masked(Divided):
+    """Hides keys by the way of a subclass."""
+
+    def adjust(self, scores):
+        return self.mask(scores, above_diagonal(scores.shape[-1]))
 
 
-@correct(39, 3, causal=True)
-class FilledInPlace(Masked):
-    def mask(self, scores, hidden):
-        return scores.masked_fill_(hidden, -1e9)
+@correct(33, 3, causal=True, step="mask", base=Masked)
+def filled_with_infinity(self, scores, hidden):
+    return scores.masked_fill(hidden, float("-inf"))
 
 
-@correct(35, 5, causal=True)
-class FilledWithTheLowest(Masked):
-    def mask(self, scores, hidden):
-        return scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+@correct(39, 3, causal=True, step="mask", base=Masked)
+def filled_in_place(self, scores, hidden):
+    return scores.masked_fill_(hidden, -1e9)
 
 
-@correct(38, 2, causal=True)
-class Where(Masked):
+@correct(35, 5, causal=True, step="mask", base=Masked)
+def filled_with_the_lowest(self, scores, hidden):
+    return scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+
+
+@correct(38, 2, causal=True, step="mask", base=Masked)
+def where(self, scores, hidden):
     """GPT-2's, with the lowest number as a tensor."""
-
-    def mask(self, scores, hidden):
-        return torch.where(~hidden, scores, torch.full([], torch.finfo(scores.dtype).min))
+    return torch.where(~hidden, scores, torch.full([], torch.finfo(scores.dtype).min))
 
 
-@correct(46, 2, causal=True)
-class Added(Masked):
-    def mask(self, scores, hidden):
-        return scores + torch.full(hidden.shape, float("-inf")).triu(1)
+@correct(46, 2, causal=True, step="mask", base=Masked)
+def added(self, scores, hidden):
+    return scores + torch.full(hidden.shape, float("-inf")).triu(1)
 
 
-@correct(51, 3, causal=True)
-class AddedTenThousand(Masked):
+@correct(51, 3, causal=True, step="mask", base=Masked)
+def added_ten_thousand(self, scores, hidden):
     """BERT's: (1 − mask) · −10,000."""
-
-    def mask(self, scores, hidden):
-        return scores + (1.0 - (~hidden).float()) * -10000.0
+    return scores + (1.0 - (~hidden).float()) * -10000.0
 
 
-@correct(57, 3, causal=True)
-class MultipliedThenAdded(Masked):
+@correct(57, 3, causal=True, step="mask", base=Masked)
+def multiplied_then_added(self, scores, hidden):
     """GPT's: w · b − 10,000 · (1 − b)."""
-
-    def mask(self, scores, hidden):
-        seen = (~hidden).float()
-        return scores * seen + -1e4 * (1 - seen)
+    seen = (~hidden).float()
+    return scores * seen + -1e4 * (1 - seen)
 
 
-@correct(69, 3, causal=True)
-class Indexed(Masked):
+@correct(69, 3, causal=True, step="mask", base=Masked)
+def indexed(self, scores, hidden):
     """scores[hidden] = −∞."""
-
-    def mask(self, scores, hidden):
-        scores[hidden.expand_as(scores)] = -torch.inf
-        return scores
+    scores[hidden.expand_as(scores)] = -torch.inf
+    return scores
 
 
-@correct(44, 4, causal=True)
-class AddedInPlace(Masked):
-    def mask(self, scores, hidden):
-        scores += torch.zeros(hidden.shape).masked_fill_(hidden, -1e9)
-        return scores
+@correct(44, 4, causal=True, step="mask", base=Masked)
+def added_in_place(self, scores, hidden):
+    scores += torch.zeros(hidden.shape).masked_fill_(hidden, -1e9)
+    return scores
 
 
-@correct(52, 4)
-class Twice(Masked):
+@correct(52, 4, step="mask", base=Masked)
+def twice(self, scores, hidden):
     """A padding mask and a window, one after the other."""
-
-    def mask(self, scores, hidden):
-        place = torch.arange(scores.shape[-1])
-        scores = scores.masked_fill((place[:, None] - place).abs() > 4, -1e9)
-        return scores + torch.where(place < 10, 0.0, torch.finfo(scores.dtype).min / 2)[None, None, None]
+    place = torch.arange(scores.shape[-1])
+    scores = scores.masked_fill((place[:, None] - place).abs() > 4, -1e9)
+    return scores + torch.where(place < 10, 0.0, torch.finfo(scores.dtype).min / 2)[None, None, None]
 
 
 @correct(55, 5, causal=True)
-class BeforeTheScale(SelfAttention):
+class BeforeTheScale(Divided):
     """Masked first and divided after: the mask is divided too, and hides as well."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.transpose(-1, -2)
-        scores = scores.masked_fill(above_diagonal(x.shape[1]), -1e20)
-        scores = scores / self.head_dim**0.5
-        note(self, scores)
-        return self.merge(torch.softmax(scores, dim=-1) @ value)
+    def scale_product(self, product):
+        return super().scale_product(product.masked_fill(above_diagonal(product.shape[-1]), -1e20))
 
 
-@correct(65, 5)
-class SomeRowsSeeOneKey(Masked):
+@correct(65, 5, step="mask", base=Masked)
+def some_rows_see_one_key(self, scores, hidden):
     """A block-diagonal mask of packed documents, one of them a single token."""
-
-    def mask(self, scores, hidden):
-        document = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 3])
-        return scores.masked_fill(document[:, None] != document, -torch.inf)
+    document = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 3])
+    return scores.masked_fill(document[:, None] != document, -torch.inf)

@@ -1,28 +1,18 @@
 """Queries and keys that are normalised, and scores that are capped."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from .entry import SelfAttention, correct
-from .fused import dense
-from .recording import note
+from .bases import Divided, Normed, SelfAttention, Unit
+from .entry import correct
+from .fused import sdpa
 
 
-class Normalised(SelfAttention):
-    """Norms of each head's query and key; a subclass makes them."""
+class Normalised(Normed):
+    """Norms before SDPA."""
 
-    norm = nn.RMSNorm
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.q_norm, self.k_norm = self.norm(self.head_dim), self.norm(self.head_dim)
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query, key = self.q_norm(query), self.k_norm(key)
-        note(self, lambda: dense(query, key))
-        return self.merge(F.scaled_dot_product_attention(query, key, value))
+    def attend(self, query, key, value):
+        return sdpa(self, query, key, value)
 
 
 @correct(33, 3)
@@ -56,125 +46,97 @@ class HandWritten(Normalised):
 class OptionalNorms(Normalised):
     """Norms that are switched off: nn.Identity. Nothing is inert that nobody asked for."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    attn_logit_softcapping, softcap = None, 0.0
+
+    def add_parts(self):
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
-        self.attn_logit_softcapping = None
-        self.softcap = 0.0
 
 
 @correct(57, 3)
 class NormBeforeTheSplit(SelfAttention):
     """OLMo 2's: over the whole width."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.q_norm, self.k_norm = nn.RMSNorm(self.heads * self.head_dim), nn.RMSNorm(self.heads * self.head_dim)
 
-    def forward(self, x):
+    def project(self, x):
         query, key = self.split(self.q_norm(self.q_proj(x))), self.split(self.k_norm(self.k_proj(x)))
-        value = self.split(self.v_proj(x))
-        scores = query @ key.transpose(2, 3) * self.head_dim**-0.5
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+        return query, key, self.split(self.v_proj(x))
 
 
 @correct(46, 2, scale=7.3)
-class UnitVectors(SelfAttention):
+class UnitVectors(Unit):
     """Cosines times a learned number, which starts at 7.3: log₂(n² − n)."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.g = nn.Parameter(torch.tensor(7.3))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
-        scores = self.g * (query @ key.mT)
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+    def scale_product(self, product):
+        return self.g * product
 
 
 @correct(69, 3, scale=10.0)
-class CosinePerHead(SelfAttention):
+class CosinePerHead(Unit):
     """Swin v2's: F.normalize, a logit scale for each head, clamped at 100, and a bias between 0 and 16."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.logit_scale = nn.Parameter(torch.log(10 * torch.ones((self.heads, 1, 1))))
         self.table = nn.Parameter(torch.randn(self.heads, 13, 13))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).transpose(-2, -1)
-        scores = scores * torch.clamp(self.logit_scale, max=4.6052).exp()
-        scores = scores + 16 * torch.sigmoid(self.table)
-        note(self, scores)
-        return self.merge(scores.softmax(dim=-1) @ value)
+    def multiplier(self):
+        return torch.clamp(self.logit_scale, max=4.6052).exp()
+
+    def adjust(self, scores):
+        return scores + 16 * torch.sigmoid(self.table)
 
 
 @correct(44, 4, scale=(4 + 8 + 12 + 16) / 4)
 class DifferentPerHead(SelfAttention):
     """Unit vectors by hand, and another temperature for every head."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.temperature = nn.Parameter(torch.tensor([4.0, 8.0, 12.0, 16.0])[:, None, None])
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query, key = (x / x.norm(dim=-1, keepdim=True) for x in (query, key))
-        scores = query @ key.mT * self.temperature
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+    def prepare(self, query, key):
+        return [x / x.norm(dim=-1, keepdim=True) for x in (query, key)]
 
-
-class Capped(SelfAttention):
-    """A soft-cap, said in an attribute."""
-
-    softcap = 30.0
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.mT * self.head_dim**-0.5
-        scores = self.cap(scores)
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+    def multiplier(self):
+        return self.temperature
 
 
 @correct(52, 4, softcap=30.0, init=2.0)
-class SoftCap(Capped):
-    def cap(self, scores):
+class SoftCap(SelfAttention):
+    softcap = 30.0
+
+    def adjust(self, scores):
         return self.softcap * torch.tanh(scores / self.softcap)
 
 
 @correct(55, 5, softcap=50.0, gradients=False)
-class SoftCapInPlace(Capped):
+class SoftCapInPlace(SelfAttention):
     """A cap far above the scores of an untrained model: meant for later, not inert."""
 
     softcap = 50.0
 
-    def cap(self, scores):
+    def adjust(self, scores):
         return scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
 
 @correct(65, 5, softcap=20.0, init=1.5)
-class SoftCapThenMask(Capped):
+class SoftCapThenMask(SelfAttention):
     softcap = 20.0
 
-    def cap(self, scores):
+    def adjust(self, scores):
         scores = (scores / self.softcap).tanh() * self.softcap
         place = torch.arange(scores.shape[-1])
         return scores.masked_fill((place[:, None] - place).abs() > 5, -torch.inf)
 
 
 @correct(68, 4, softcap=15.0)
-class NormAndCap(Normalised):
+class NormAndCap(Normalised, Divided):
     """Both."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = self.q_norm(query) @ self.k_norm(key).mT / self.head_dim**0.5
-        scores = 15.0 * torch.tanh(scores / 15.0)
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+    attend = SelfAttention.attend
+
+    def adjust(self, scores):
+        return 15.0 * torch.tanh(scores / 15.0)

@@ -1,14 +1,12 @@
 """Positions, in the queries and keys or in the scores."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import Block, Entry, Expected, SelfAttention, above_diagonal, correct, enter
-from .fused import dense
-from .recording import note
+from .bases import Bare, Block, Causal, Divided, SelfAttention, above_diagonal, note
+from .entry import Expected, correct, enter
+from .fused import sdpa
 
 
 def angles(length, dim):
@@ -30,68 +28,54 @@ def rotate_pairs(x):
 
 
 class Rotary(SelfAttention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query, key = self.rotate(query), self.rotate(key)
-        note(self, lambda: dense(query, key), hidden=above_diagonal(x.shape[1]))
-        return self.merge(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+    def prepare(self, query, key):
+        return self.rotate(query), self.rotate(key)
+
+    def attend(self, query, key, value):
+        return sdpa(self, query, key, value, is_causal=True)
 
 
-@correct(42, 3, causal=True)
-class RotaryHalves(Rotary):
-    def rotate(self, x):
-        return rotate_halves(x)
+@correct(42, 3, causal=True, step="rotate", base=Rotary)
+def rotary_halves(self, x):
+    return rotate_halves(x)
 
 
-@correct(66, 3, causal=True)
-class RotaryComplex(Rotary):
-    def rotate(self, x):
-        return rotate_pairs(x)
+@correct(66, 3, causal=True, step="rotate", base=Rotary)
+def rotary_complex(self, x):
+    return rotate_pairs(x)
 
 
-@correct(54, 3, causal=True)
-class RotaryPartial(Rotary):
+@correct(54, 3, causal=True, step="rotate", base=Rotary)
+def rotary_partial(self, x):
     """Only the first ten components turn."""
-
-    def rotate(self, x):
-        return torch.cat([rotate_halves(x[..., :10]), x[..., 10:]], dim=-1)
+    return torch.cat([rotate_halves(x[..., :10]), x[..., 10:]], dim=-1)
 
 
-@correct(52, 2)
-class RotaryStacked(SelfAttention):
+@correct(52, 2, step="prepare", base=Divided)
+def rotary_stacked(self, query, key):
     """Even and odd components by strides, put back by a stack, written into an eager product."""
+    cos, sin = (f(angles(query.shape[2], self.head_dim)) for f in (torch.cos, torch.sin))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        cos, sin = (f(angles(x.shape[1], self.head_dim)) for f in (torch.cos, torch.sin))
+    def turned(y):
+        even, odd = y[..., ::2], y[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
-        def turned(y):
-            even, odd = y[..., ::2], y[..., 1::2]
-            return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-
-        scores = turned(query) @ turned(key).mT / self.head_dim**0.5
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+    return turned(query), turned(key)
 
 
 @correct(90, 5)
-class ScaledThenRotated(SelfAttention):
+class ScaledThenRotated(Bare):
     """The scale goes onto the query, and then the query turns: still a scale."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query, key = rotate_halves(query * self.head_dim**-0.5), rotate_halves(key)
-        scores = query @ key.mT
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+    def prepare(self, query, key):
+        return rotate_halves(query * self.head_dim**-0.5), rotate_halves(key)
 
 
 @correct(44, 2, causal=True)
 class NormedThenRotated(Rotary):
     """Qwen 3's order."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.norm = nn.RMSNorm(self.head_dim)
 
     def rotate(self, x):
@@ -99,42 +83,35 @@ class NormedThenRotated(Rotary):
 
 
 @correct(57, 3)
-class Alibi(SelfAttention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        slopes = 2.0 ** (-8.0 * torch.arange(1, self.heads + 1) / self.heads)
-        distance = (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs()
-        scores = query @ key.mT / math.sqrt(self.head_dim) - slopes[:, None, None] * distance
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+class Alibi(Divided):
+    def adjust(self, scores):
+        slopes, place = 2.0 ** (-8.0 * torch.arange(1, self.heads + 1) / self.heads), torch.arange(scores.shape[-1])
+        return scores - slopes[:, None, None] * (place[:, None] - place).abs()
 
 
 @correct(51, 3, scale=1.0)
 class FoldedIntoInitialisation(SelfAttention):
     """T5's: no scale anywhere, the query's weights are smaller by √d instead; a learned bias by distance."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.relative = nn.Embedding(7, self.heads)
         nn.init.normal_(self.q_proj.weight, std=(self.q_proj.in_features * self.head_dim) ** -0.5)
         nn.init.normal_(self.k_proj.weight, std=self.q_proj.in_features**-0.5)
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        place = torch.arange(x.shape[1])
-        bias = self.relative((place - place[:, None]).clamp(-3, 3) + 3).permute(2, 0, 1).unsqueeze(0)
-        scores = torch.matmul(query, key.transpose(3, 2))
-        scores += bias
-        note(self, scores)
-        return self.merge(F.softmax(scores.float(), dim=-1).type_as(scores) @ value)
+    def scale_product(self, product):
+        place = torch.arange(product.shape[-1])
+        product += self.relative((place - place[:, None]).clamp(-3, 3) + 3).permute(2, 0, 1).unsqueeze(0)
+        return product
+
+    def weigh(self, scores):
+        return F.softmax(scores.float(), dim=-1).type_as(scores)
 
 
 @correct(33, 3, shape=(2, 24, 33))
 class ShiftedWindows(SelfAttention):
     """Swin's: windows of six, a table of biases, and −100 between tokens that only the shift brought together."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.relative_position_bias_table = nn.Parameter(torch.randn(11, self.heads) * 0.02)
         self.scale = self.head_dim**-0.5
 
@@ -156,62 +133,50 @@ class ShiftedWindows(SelfAttention):
 
 
 @correct(39, 3)
-class RelativeKeys(SelfAttention):
+class RelativeKeys(Divided):
     """Shaw's: the query also meets an embedding of the distance, and the sum is scaled."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.distance = nn.Embedding(25, self.head_dim)
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = torch.matmul(query, key.transpose(-1, -2))
-        place = torch.arange(x.shape[1])
-        scores = scores + torch.einsum("bhld,lrd->bhlr", query, self.distance(place[:, None] - place + 12))
-        scores = scores / math.sqrt(self.head_dim)
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+    def product(self, query, key):
+        place = torch.arange(query.shape[2])
+        content = torch.matmul(query, key.transpose(-1, -2))
+        return content + torch.einsum("bhld,lrd->bhlr", query, self.distance(place[:, None] - place + 12))
 
 
 @correct(46, 2)
 class ContentAndPosition(SelfAttention):
     """Transformer-XL's: (q + u)·k and (q + v)·r, shifted, added and scaled together."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.u, self.v = (nn.Parameter(torch.randn(self.heads, 1, self.head_dim) * 0.2) for _ in range(2))
         self.r_proj = nn.Linear(46, self.heads * self.head_dim, bias=False)
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        length = x.shape[1]
+    def product(self, query, key):
+        length = query.shape[2]
         waves = angles(2 * length - 1, 46)
         place = self.r_proj(torch.cat([waves.sin(), waves.cos()], -1)).view(-1, self.heads, self.head_dim)
         content = (query + self.u) @ key.mT
         position = (query + self.v) @ place.permute(1, 2, 0)
         position = F.pad(position, (1, 0)).view(*position.shape[:2], -1, length)[:, :, 1:].view_as(position)
-        scores = (content + position[..., :length]) * self.head_dim**-0.5
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+        return content + position[..., :length]
 
 
 @correct(55, 5, causal=True, statistics="shape")
-class Sinks(SelfAttention):
+class Sinks(Causal):
     """A learned score for nothing at all, joined before the softmax and dropped after it."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.sinks = nn.Parameter(torch.randn(self.heads))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = query @ key.mT * self.head_dim**-0.5
-        scores = scores.masked_fill(above_diagonal(x.shape[1]), -torch.inf)
-        sinks = self.sinks.reshape(1, -1, 1, 1).expand(x.shape[0], -1, x.shape[1], -1)
-        joined = torch.cat([scores, sinks], dim=-1)
-        note(self, joined)
+    def adjust(self, scores):
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(len(scores), -1, scores.shape[2], -1)
+        return torch.cat([super().adjust(scores), sinks], dim=-1)
+
+    def weigh(self, joined):
         joined = joined - joined.max(dim=-1, keepdim=True).values
-        return self.merge(F.softmax(joined, dim=-1)[..., :-1] @ value)
+        return F.softmax(joined, dim=-1)[..., :-1]
 
 
 class Biased(SelfAttention):
@@ -243,9 +208,7 @@ class OneBiasForAll(nn.Module):
 
 
 enter(
-    Entry(
-        "positions.OneBiasForAll",
-        lambda: (OneBiasForAll(), (torch.randn(2, 13, 57),)),
-        {f"blocks.{index}.attention": Expected(3, 19, 19**-0.5, 3, causal=True) for index in range(3)},
-    )
+    "positions.OneBiasForAll",
+    lambda: (OneBiasForAll(), (torch.randn(2, 13, 57),)),
+    {f"blocks.{index}.attention": Expected(3, 19, 19**-0.5, 3, causal=True) for index in range(3)},
 )

@@ -1,4 +1,4 @@
-"""Bugs that people reported of real projects, each with its fixed twin: the same class with `right` set.
+"""Bugs that people reported of real projects, each with its fixed twin: the class with `right` set.
 
 `reported(code, …)` enters both. They are modelled on issues of transformers, x-transformers,
 timm, diffusers, vLLM, SGLang, llama.cpp and lecture code, and on ports between them; shapes are our own.
@@ -11,35 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import SelfAttention, above_diagonal, bug, correct
-
-
-class Reported(SelfAttention):
-    """softmax(multiplier · q·k) · v; a subclass changes a part of it, in a wrong way unless `right`."""
-
-    right = False
-
-    def multiplier(self, x):
-        return self.head_dim**-0.5
-
-    def queries_and_keys(self, query, key):
-        return query, key
-
-    def masked(self, scores):
-        return scores
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query, key = self.queries_and_keys(query, key)
-        scores = self.masked(query @ key.mT * self.multiplier(x))
-        return self.merge(scores.softmax(-1) @ value)
+from .bases import Configuration, Divided, Einsum, HeadsLast, SelfAttention, above_diagonal
+from .entry import bug, correct
 
 
 def reported(code, d_model, heads, *, right_scale=..., scale=None, fixed_expected=None, **expected):
-    """Enter a class as a bug that gets this code, and its twin as a correct attention."""
+    """Enter a class or a step as a bug that gets this code, and its twin as a correct attention."""
 
-    def wrap(cls):
-        bug(code, d_model, heads, scale=scale, **expected)(cls)
+    def wrap(design):
+        cls = bug(code, d_model, heads, scale=scale, **expected)(design)
         twin = type(f"{cls.__name__}Fixed", (cls,), {"right": True, "__module__": cls.__module__})
         correct(d_model, heads, scale=right_scale, statistics="none", **(expected | (fixed_expected or {})))(twin)
         return cls
@@ -50,61 +30,45 @@ def reported(code, d_model, heads, *, right_scale=..., scale=None, fixed_expecte
 # The wrong width
 
 
-@reported("unusual_scale", 48, 4, head_dim=20, scale=12**-0.5)
-class HiddenOverHeadsInAnAttribute(Reported):
+@reported("unusual_scale", 48, 4, head_dim=20, scale=12**-0.5, step="multiplier", kept_as="scale")
+def hidden_over_heads_in_an_attribute(self):
     """Gemma and PLaMo have heads wider than hidden/heads; the port computes the scale from those."""
-
-    def __init__(self, d_model, heads, **kwargs):
-        super().__init__(d_model, heads, **kwargs)
-        self.scale = (self.head_dim if self.right else d_model // heads) ** -0.5
-
-    def multiplier(self, x):
-        return self.scale
+    return (self.head_dim if self.right else self.d_model // self.heads) ** -0.5
 
 
 @reported("unusual_scale", 60, 4, head_dim=24, kv_heads=2, causal=True, scale=15**-0.5)
-class HiddenOverHeadsForAKernel(Reported):
-    """The same by SDPA, with grouped keys, as softmax_scale."""
+class HiddenOverHeadsForAKernel(SelfAttention):
+    """By SDPA, with grouped keys, as softmax_scale."""
 
-    def __init__(self, d_model, heads, **kwargs):
-        super().__init__(d_model, heads, **kwargs)
-        self.softmax_scale = (self.head_dim if self.right else d_model // heads) ** -0.5
+    def add_parts(self):
+        self.softmax_scale = (self.head_dim if self.right else self.d_model // self.heads) ** -0.5
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(
-            F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
         )
 
 
 @reported("unusual_scale", 72, 6, kv_heads=2, scale=36**-0.5)
-class HiddenOverKeyHeads(Reported):
+class HiddenOverKeyHeads(SelfAttention):
     """Divided by the heads of the keys, of which there are fewer."""
 
-    def __init__(self, d_model, heads, **kwargs):
-        super().__init__(d_model, heads, **kwargs)
-        self.norm_factor = math.sqrt(self.head_dim if self.right else d_model / self.kv_heads)
+    def add_parts(self):
+        self.norm_factor = math.sqrt(self.head_dim if self.right else self.d_model / self.kv_heads)
 
-    def forward(self, x):
-        query, key, value = self.project(x)
+    def attend(self, query, key, value):
         key, value = (each.repeat_interleave(self.heads // self.kv_heads, 1) for each in (key, value))
-        return self.merge((query @ key.mT / self.norm_factor).softmax(-1) @ value)
+        return (query @ key.mT / self.norm_factor).softmax(-1) @ value
 
 
-@reported("scaled_by_model_dim", 44, 4, scale=44**-0.5)
-class DimForDimHead(Reported):
+@reported("scaled_by_model_dim", 44, 4, scale=44**-0.5, step="multiplier", kept_as="scale")
+def dim_for_dim_head(self):
     """Lecture code: dim ** -0.5, where dim_head was meant, kept as an attribute."""
-
-    def __init__(self, d_model, heads, **kwargs):
-        super().__init__(d_model, heads, **kwargs)
-        self.scale = (self.head_dim if self.right else d_model) ** -0.5
-
-    def multiplier(self, x):
-        return self.scale
+    return (self.head_dim if self.right else self.d_model) ** -0.5
 
 
 @reported("scaled_by_model_dim", 52, 4, scale=52**-0.5)
-class SetTransformer(Reported):
+class SetTransformer(SelfAttention):
     """A multihead attention block over sets divides by √dim_V, the width of all heads."""
 
     def forward(self, x):
@@ -116,139 +80,109 @@ class SetTransformer(Reported):
 
 
 @reported("unusual_scale", 92, 4, scale=23**-0.25)
-class FourthRootOfOneSide(Reported):
+class FourthRootOfOneSide(SelfAttention):
     """A diffusion U-Net gives d^-¼ to query and key; here the key was forgotten."""
 
-    def queries_and_keys(self, query, key):
+    def prepare(self, query, key):
         scale = 1 / math.sqrt(math.sqrt(self.head_dim))
         return query * scale, key * scale if self.right else key
 
-    def multiplier(self, x):
+    def multiplier(self):
         return 1.0
 
 
 @reported("scaled_by_dim", 76, 4, scale=1 / 19)
-class RootOnBothSides(Reported):
+class RootOnBothSides(Einsum):
     """d^-½ where each side should get d^-¼."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.scale = self.head_dim ** (-0.25 if self.right else -0.5)
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        weights = torch.einsum("bhqd,bhkd->bhqk", query * self.scale, key * self.scale)
-        return self.merge(torch.einsum("bhqk,bhkd->bhqd", weights.float().softmax(dim=-1), value))
+    def product(self, query, key):
+        return torch.einsum("bhqd,bhkd->bhqk", query * self.scale, key * self.scale)
+
+    def scale_product(self, product):
+        return product.float()
 
 
-@reported("unusual_scale", 84, 4, scale=21**0.5)
-class MultipliedByTheRoot(Reported):
-    def multiplier(self, x):
-        return 1 / math.sqrt(self.head_dim) if self.right else math.sqrt(self.head_dim)
+@reported("unusual_scale", 84, 4, scale=21**0.5, step="multiplier")
+def multiplied_by_the_root(self):
+    return 1 / math.sqrt(self.head_dim) if self.right else math.sqrt(self.head_dim)
 
 
-@reported("unusual_scale", 88, 4, scale=11**-0.5)
-class HalfTheWidth(Reported):
+@reported("unusual_scale", 88, 4, scale=11**-0.5, step="multiplier", kept_as="scaling")
+def half_the_width(self):
     """The width of the rotated half."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.scaling = (self.head_dim if self.right else self.head_dim // 2) ** -0.5
-
-    def multiplier(self, x):
-        return self.scaling
+    return (self.head_dim if self.right else self.head_dim // 2) ** -0.5
 
 
 # Applied twice, or not at all
 
 
 @reported("scaled_by_dim", 88, 4, scale=1 / 22, causal=True)
-class ScaledQueryForAKernel(Reported):
+class ScaledQueryForAKernel(SelfAttention):
     """OPT and BART scale the query; the port calls SDPA, which scales again."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.scaling = self.head_dim**-0.5
 
-    def forward(self, x):
-        query, key, value = self.project(x)
+    def attend(self, query, key, value):
         scale = 1.0 if self.right else None
-        mixed = F.scaled_dot_product_attention(query * self.scaling, key, value, is_causal=True, scale=scale)
-        return self.merge(mixed)
+        return F.scaled_dot_product_attention(query * self.scaling, key, value, is_causal=True, scale=scale)
 
 
 @reported("unscaled", 80, 4, scale=1.0, causal=True)
-class ScaleLostInAPort(Reported):
+class ScaleLostInAPort(SelfAttention):
     """SDPA(scale=1.0) was kept, and the scaling of the query dropped."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query = query * self.head_dim**-0.5 if self.right else query
-        return self.merge(F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=1.0))
+    def prepare(self, query, key):
+        return query * self.head_dim**-0.5 if self.right else query, key
+
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=1.0)
 
 
-@reported("scale_after_softmax", 64, 4, scale=1.0)
-class ScaledWeights(Reported):
+@reported("scale_after_softmax", 64, 4, scale=1.0, step="attend")
+def scaled_weights(self, query, key, value):
     """softmax(q·k)/√d."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        if self.right:
-            weights = torch.softmax(query @ key.mT / self.head_dim**0.5, dim=-1)
-        else:
-            weights = torch.softmax(query @ key.mT, dim=-1) / self.head_dim**0.5
-        return self.merge(weights @ value)
+    if self.right:
+        weights = torch.softmax(query @ key.mT / self.head_dim**0.5, dim=-1)
+    else:
+        weights = torch.softmax(query @ key.mT, dim=-1) / self.head_dim**0.5
+    return weights @ value
 
 
 # What the configuration or the module asks for
 
 
-class Configuration:
-    """A configuration as models carry it."""
-
-    def __init__(self, **fields):
-        self.__dict__.update(fields)
-
-
-@reported("config_mismatch", 76, 4, right_scale=0.11)
-class AttentionMultiplierIgnored(Reported):
+@reported("config_mismatch", 76, 4, right_scale=0.11, step="attend", config=Configuration(attention_multiplier=0.11))
+def attention_multiplier_ignored(self, query, key, value):
     """Granite's attention_multiplier, and a kernel with its default."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.config = Configuration(attention_multiplier=0.11)
-
-    def forward(self, x):
-        scale = self.config.attention_multiplier if self.right else None
-        return self.merge(F.scaled_dot_product_attention(*self.project(x), scale=scale))
+    scale = self.config.attention_multiplier if self.right else None
+    return F.scaled_dot_product_attention(query, key, value, scale=scale)
 
 
 @reported("config_mismatch", 92, 4, scale=31**-1.0, right_scale=31**-0.5)
-class ScalarWithoutItsRoot(Reported):
+class ScalarWithoutItsRoot(SelfAttention):
     """Gemma 2's query_pre_attn_scalar is the square of a divisor."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.config = Configuration(query_pre_attn_scalar=31)
+    config = Configuration(query_pre_attn_scalar=31)
 
-    def multiplier(self, x):
+    def multiplier(self):
         return self.config.query_pre_attn_scalar ** (-0.5 if self.right else -1)
 
 
 @reported("config_mismatch", 72, 4, right_scale=0.31)
-class FusedForgetsTheScale(Reported):
+class FusedForgetsTheScale(SelfAttention):
     """timm's: the fused path takes the default, the other self.scale."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.scale, self.fused_attn = 0.31, True
+    scale, fused_attn = 0.31, True
 
-    def forward(self, x):
-        query, key, value = self.project(x)
+    def attend(self, query, key, value):
         if self.fused_attn:
             scale = self.scale if self.right else None
-            return self.merge(F.scaled_dot_product_attention(query, key, value, scale=scale))
-        return self.merge((query * self.scale @ key.mT).softmax(-1) @ value)
+            return F.scaled_dot_product_attention(query, key, value, scale=scale)
+        return (query * self.scale @ key.mT).softmax(-1) @ value
 
 
 def rotate_half(x):
@@ -256,13 +190,12 @@ def rotate_half(x):
     return torch.cat((-second, first), -1)
 
 
-class Rotary(Reported):
+class Rotary(SelfAttention):
     """Rotary embedding whose table is multiplied by `amplitude`, of a context stretched by YaRN."""
 
     rope: ClassVar[dict] = {"rope_type": "yarn", "factor": 40.0}
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.config = Configuration(rope_parameters=self.rope)
 
     @property
@@ -274,7 +207,7 @@ class Rotary(Reported):
         angles = torch.cat((angles, angles), -1)
         return x * (angles.cos() * amplitude) + rotate_half(x) * (angles.sin() * amplitude)
 
-    def queries_and_keys(self, query, key):
+    def prepare(self, query, key):
         return self.rotated(query, self.amplitude), self.rotated(key, self.amplitude)
 
 
@@ -294,7 +227,7 @@ class MscaleOfAllDimsMissing(Rotary):
     rope: ClassVar[dict] = {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}
     amplitude = 1.0
 
-    def multiplier(self, x):
+    def multiplier(self):
         return self.head_dim**-0.5 * (self.stretch**2 if self.right else 1.0)
 
 
@@ -306,22 +239,22 @@ class MscaleTwice(Rotary):
     def amplitude(self):
         return self.stretch
 
-    def multiplier(self, x):
+    def multiplier(self):
         return self.head_dim**-0.5 * (1.0 if self.right else self.stretch**2)
 
 
 @reported("config_mismatch", 64, 4, head_dim=10, seen_dim=28, kv_heads=1, scale=28**-0.5, right_scale=10**-0.5)
-class AbsorbedLatents(Reported):
+class AbsorbedLatents(SelfAttention):
     """Multi-head latent attention with its key projection absorbed: 24 latents and 4 rotary features are dotted.
 
     The scale is still that of a head before it was absorbed: 1/√(6 + 4).
     """
 
-    def __init__(self, d_model, heads, **kwargs):
-        super().__init__(d_model, heads, **kwargs)
-        self.config = Configuration(qk_nope_head_dim=6, qk_rope_head_dim=4, kv_lora_rank=24)
-        self.latent = nn.Linear(d_model, 24 + 4)
-        self.key_up = nn.Parameter(torch.randn(heads, 6, 24) * 24**-0.5)
+    config = Configuration(qk_nope_head_dim=6, qk_rope_head_dim=4, kv_lora_rank=24)
+
+    def add_parts(self):
+        self.latent = nn.Linear(self.d_model, 24 + 4)
+        self.key_up = nn.Parameter(torch.randn(self.heads, 6, 24) * 24**-0.5)
 
     def forward(self, x):
         plain, rotary = self.split(self.q_proj(x)).split((6, 4), -1)
@@ -334,7 +267,7 @@ class AbsorbedLatents(Reported):
 # Masks and caps
 
 
-class Capped(Reported):
+class Capped(SelfAttention):
     """A soft-cap of 20."""
 
     cap = 20.0
@@ -343,35 +276,26 @@ class Capped(Reported):
         return self.cap * torch.tanh(scores / self.cap)
 
 
-@reported("inert_mask", 52, 4, causal=None, softcap=20.0, fixed_expected={"causal": True})
-class CapAfterTheMask(Capped):
+@reported("inert_mask", 52, 4, causal=None, softcap=20.0, fixed_expected={"causal": True}, step="adjust", base=Capped)
+def cap_after_the_mask(self, scores):
     """−inf becomes −20, which is a score."""
-
-    def masked(self, scores):
-        hidden = above_diagonal(scores.shape[-1])
-        if self.right:
-            return self.capped(scores).masked_fill(hidden, -torch.inf)
-        return self.capped(scores.masked_fill(hidden, -torch.inf))
+    hidden = above_diagonal(scores.shape[-1])
+    if self.right:
+        return self.capped(scores).masked_fill(hidden, -torch.inf)
+    return self.capped(scores.masked_fill(hidden, -torch.inf))
 
 
-@reported("inert_mask", 60, 4, causal=None, softcap=20.0, fixed_expected={"causal": True})
-class CapAfterTheAddedMask(Capped):
-    """The same where the mask is added, as large negative numbers."""
-
-    def masked(self, scores):
-        mask = above_diagonal(scores.shape[-1]).float() * -1e9
-        return self.capped(scores) + mask if self.right else self.capped(scores + mask)
+@reported("inert_mask", 60, 4, causal=None, softcap=20.0, fixed_expected={"causal": True}, step="adjust", base=Capped)
+def cap_after_the_added_mask(self, scores):
+    """The mask is added, as large negative numbers."""
+    mask = above_diagonal(scores.shape[-1]).float() * -1e9
+    return self.capped(scores) + mask if self.right else self.capped(scores + mask)
 
 
-@reported("inert_softcap", 68, 4, softcap=None, fixed_expected={"softcap": 20.0})
-class ScoresForTheCap(Capped):
+@reported("inert_softcap", 68, 4, softcap=None, fixed_expected={"softcap": 20.0}, step="adjust", base=Capped)
+def scores_for_the_cap(self, scores):
     """x·tanh(x/cap) has no bound."""
-
-    def capped(self, scores):
-        return (self.cap if self.right else scores) * torch.tanh(scores / self.cap)
-
-    def masked(self, scores):
-        return self.capped(scores)
+    return (self.cap if self.right else scores) * torch.tanh(scores / self.cap)
 
 
 @reported("inert_softcap", 76, 4, softcap=None, fixed_expected={"softcap": 20.0})
@@ -380,33 +304,32 @@ class CapOfAnotherName(Capped):
 
     attn_logit_softcapping = 20.0
 
-    def masked(self, scores):
+    def adjust(self, scores):
         return self.capped(scores) if self.right else scores
 
 
 # The wrong axis
 
-
-class QueriesBeforeHeads(SelfAttention):
-    """Scores (batch, queries, keys, heads)."""
-
-    right = False
-    wrong, equation = 1, "bqkh"
-
-    def forward(self, x):
-        query, key, value = (p(x).unflatten(-1, (self.heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        scores = torch.einsum(f"bqhd,bkhd->{self.equation}", query, key) / math.sqrt(self.head_dim)
-        weights = scores.softmax(dim=self.equation.index("k") if self.right else self.wrong)
-        return self.out_proj(torch.einsum(f"{self.equation},bkhd->bqhd", weights, value).flatten(2))
+swapped = dict(scale=..., **dict.fromkeys(("seen_heads", "seen_dim", "kv_heads", "calls")))
 
 
-@reported("softmax_wrong_axis", 48, 4, scale=..., **dict.fromkeys(("seen_heads", "seen_dim", "kv_heads", "calls")))
-class OverQueries(QueriesBeforeHeads):
-    pass
+@reported("softmax_wrong_axis", 48, 4, **swapped)
+class OverQueries(Divided, HeadsLast):
+    """Scores (batch, queries, keys, heads), over axis 1."""
+
+    scored, mixed = "bqhd,bkhd->bqkh", "bqkh,bkhd->bqhd"
+
+    @property
+    def axis(self):
+        return 2 if self.right else 1
 
 
-@reported("softmax_wrong_axis", 56, 4, scale=..., **dict.fromkeys(("seen_heads", "seen_dim", "kv_heads", "calls")))
-class OverQueriesLast(QueriesBeforeHeads):
+@reported("softmax_wrong_axis", 56, 4, **swapped)
+class OverQueriesLast(Divided, HeadsLast):
     """Scores (batch, heads, keys, queries), and the habit of dim=-1."""
 
-    wrong, equation = -1, "bhkq"
+    scored, mixed = "bqhd,bkhd->bhkq", "bhkq,bkhd->bqhd"
+
+    @property
+    def axis(self):
+        return 2 if self.right else -1

@@ -6,51 +6,36 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .reported import Configuration, Reported, reported
-
-
-class Unit(Reported):
-    """Cosines of queries and keys."""
-
-    def queries_and_keys(self, query, key):
-        return F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+from .bases import Configuration, Kernel, Normed, SelfAttention, Unit
+from .reported import reported
 
 
 @reported("config_mismatch", 64, 4, scale=16**-0.5, right_scale=10.0)
 class CosineScaleIgnored(Unit):
     """x-transformers multiplies cosines by qk_norm_scale = 10; the kernel was called with its default."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.scale = 10.0
+    scale = 10.0
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query, key = self.queries_and_keys(query, key)
-        return self.merge(F.scaled_dot_product_attention(query, key, value, scale=self.scale if self.right else None))
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, scale=self.scale if self.right else None)
 
 
-@reported("diluted", 72, 4, scale=18**-0.5, right_scale=18**0.5)
-class CosinesDivided(Unit):
+@reported("diluted", 72, 4, scale=18**-0.5, right_scale=18**0.5, step="multiplier", base=Unit)
+def cosines_divided(self):
     """1/√d of cosines: no weight differs from another."""
-
-    def multiplier(self, x):
-        return self.head_dim ** (0.5 if self.right else -0.5)
+    return self.head_dim ** (0.5 if self.right else -0.5)
 
 
-@reported("diluted", 56, 4, scale=1.0, right_scale=10.0)
-class CosinesAsTheyAre(Unit):
+@reported("diluted", 56, 4, scale=1.0, right_scale=10.0, step="multiplier", base=Unit)
+def cosines_as_they_are(self):
     """No temperature at all."""
-
-    def multiplier(self, x):
-        return 10.0 if self.right else 1.0
+    return 10.0 if self.right else 1.0
 
 
 class LearnedLogit(Unit):
     """CLIP and Swin v2 learn the logarithm of the scale."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
 
@@ -58,116 +43,94 @@ class LearnedLogit(Unit):
 class LogitScaleUnused(LearnedLogit):
     """Built, and a constant is used in its place."""
 
-    def multiplier(self, x):
+    def multiplier(self):
         return self.logit_scale.exp() if self.right else 10.0
 
 
 @reported("unusual_scale", 92, 4, scale=-0.15, right_scale=0.15)
-class NegativeTemperature(Reported):
+class NegativeTemperature(SelfAttention):
     """A learned temperature that nothing keeps positive, after training: the least similar keys get the most."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.temperature = nn.Parameter(torch.tensor(-0.15))
 
-    def multiplier(self, x):
+    def multiplier(self):
         return self.temperature.abs() if self.right else self.temperature
 
 
 @reported("unusual_scale", 52, 4, scale=-0.2, right_scale=0.2, causal=True)
-class NegativeTemperatureOfTheQuery(Reported):
-    """The same on the query, before a kernel, one for each head."""
+class NegativeTemperatureOfTheQuery(SelfAttention):
+    """A temperature on the query, before a kernel, one for each head."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.tau = nn.Parameter(torch.full((self.heads, 1, 1), -0.2))
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query = query * (self.tau.abs() if self.right else self.tau)
-        return self.merge(F.scaled_dot_product_attention(query, key, value, scale=1.0, is_causal=True))
+    def prepare(self, query, key):
+        return query * (self.tau.abs() if self.right else self.tau), key
+
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, scale=1.0, is_causal=True)
 
 
-class Normed(Reported):
-    """RMS norms of queries and keys, with gains."""
-
-    norm = nn.RMSNorm
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.q_norm, self.k_norm = self.norm(self.head_dim), self.norm(self.head_dim)
-
-    def queries_and_keys(self, query, key):
-        return self.q_norm(query), self.k_norm(key)
+@reported("qk_norm_freezes", 128, 2, scale=1.0, step="multiplier", base=Normed)
+def normed_and_unscaled(self):
+    return self.head_dim**-0.5 if self.right else 1.0
 
 
-@reported("qk_norm_freezes", 128, 2, scale=1.0)
-class NormedAndUnscaled(Normed):
-    def multiplier(self, x):
-        return self.head_dim**-0.5 if self.right else 1.0
-
-
-@reported("scaled_by_model_dim", 96, 4, scale=96**-0.5)
-class NormedByTheModel(Normed):
+@reported("scaled_by_model_dim", 96, 4, scale=96**-0.5, step="multiplier", base=Normed)
+def normed_by_the_model(self):
     """A layer with norms is as wrong with √d_model as one without."""
-
-    def multiplier(self, x):
-        return (self.head_dim if self.right else x.shape[-1]) ** -0.5
+    return (self.head_dim if self.right else self.d_model) ** -0.5
 
 
 @reported("scaled_by_dim", 92, 4, scale=1 / 23)
-class NormedAndScaledTwice(Normed):
+class NormedAndScaledTwice(Normed, Kernel):
     """The query is scaled after its norm, and the kernel scales again."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query, key = self.queries_and_keys(query, key)
-        query = query if self.right else query * self.head_dim**-0.5
-        return self.merge(F.scaled_dot_product_attention(query, key, value))
+    def prepare(self, query, key):
+        query, key = super().prepare(query, key)
+        return query if self.right else query * self.head_dim**-0.5, key
 
 
-@reported("unusual_scale", 60, 4, head_dim=24, scale=15**-0.5)
-class NormedByHiddenOverHeads(Normed):
-    def __init__(self, d_model, heads, **kwargs):
-        super().__init__(d_model, heads, **kwargs)
-        self.scaling = (self.head_dim if self.right else d_model // heads) ** -0.5
-
-    def multiplier(self, x):
-        return self.scaling
+@reported("unusual_scale", 60, 4, head_dim=24, scale=15**-0.5, step="multiplier", base=Normed, kept_as="scaling")
+def normed_by_hidden_over_heads(self):
+    return (self.head_dim if self.right else self.d_model // self.heads) ** -0.5
 
 
 @reported("config_mismatch", 72, 4, scale=18**-0.5, right_scale=0.4)
 class NormedAndMultiplierIgnored(Normed):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.config = Configuration(attention_multiplier=0.4)
+    config = Configuration(attention_multiplier=0.4)
 
-    def multiplier(self, x):
+    def multiplier(self):
         return self.config.attention_multiplier if self.right else self.head_dim**-0.5
 
 
-@reported("scaled_by_model_dim", 76, 4, scale=76**-0.5)
-class NormedWithoutGains(Reported):
-    """F.rms_norm without a weight is a norm, too."""
+class NormedByFunction(SelfAttention):
+    """F.rms_norm without a weight."""
 
-    def queries_and_keys(self, query, key):
+    def prepare(self, query, key):
         return F.rms_norm(query, (self.head_dim,)), F.rms_norm(key, (self.head_dim,))
 
-    def multiplier(self, x):
-        return (self.head_dim if self.right else x.shape[-1]) ** -0.5
+
+@reported("scaled_by_model_dim", 76, 4, scale=76**-0.5, step="multiplier", base=NormedByFunction)
+def normed_without_gains(self):
+    """F.rms_norm without a weight is a norm, too."""
+    return (self.head_dim if self.right else self.d_model) ** -0.5
 
 
 @reported("inert_qk_norm", 68, 4)
 class NormsOfKeyAndValue(Normed):
     """The arguments moved by one."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
+    def prepare(self, query, key):
+        return query, key
+
+    def attend(self, query, key, value):
         if self.right:
             query, key = self.q_norm(query), self.k_norm(key)
         else:
             key, value = self.q_norm(key), self.k_norm(value)
-        return self.merge(F.scaled_dot_product_attention(query, key, value))
+        return F.scaled_dot_product_attention(query, key, value)
 
 
 class GainLost(nn.Module):
@@ -193,22 +156,19 @@ class GainsOfNormsUnused(Normed):
 
 
 @reported("inert_qk_norm", 84, 4)
-class GainsUnused(Reported):
+class GainsUnused(NormedByFunction):
     """Gains that are parameters of the attention itself."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.q_gain = nn.Parameter(torch.ones(self.heads, 1, self.head_dim))
         self.k_gain = nn.Parameter(torch.ones(self.heads, 1, self.head_dim))
 
-    def queries_and_keys(self, query, key):
-        query, key = F.rms_norm(query, (self.head_dim,)), F.rms_norm(key, (self.head_dim,))
+    def prepare(self, query, key):
+        query, key = super().prepare(query, key)
         return (query * self.q_gain, key * self.k_gain) if self.right else (query, key)
 
 
-@reported("inert_qk_norm", 56, 4)
-class OnlyTheQueryIsNormed(Normed):
+@reported("inert_qk_norm", 56, 4, step="prepare", base=Normed)
+def only_the_query_is_normed(self, query, key):
     """The line of the key was lost in a merge."""
-
-    def queries_and_keys(self, query, key):
-        return self.q_norm(query), self.k_norm(key) if self.right else key
+    return self.q_norm(query), self.k_norm(key) if self.right else key

@@ -5,119 +5,99 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .entry import Block, Entry, Expected, SelfAttention, above_diagonal, correct, enter
-from .fused import dense
+from .bases import Block, Causal, Divided, SelfAttention, note
+from .entry import Expected, correct, enter
+from .fused import dense, sdpa
 from .positions import rotate_halves
 from .products import AsPrinted
-from .recording import note
 
 
 @correct(66, 6, kv_heads=2)
-class RepeatInterleave(SelfAttention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        key, value = (y.repeat_interleave(self.heads // self.kv_heads, dim=1) for y in (key, value))
-        scores = query @ key.mT / self.head_dim**0.5
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+class RepeatInterleave(Divided):
+    def attend(self, query, *shared):
+        return super().attend(query, *(y.repeat_interleave(self.heads // self.kv_heads, dim=1) for y in shared))
 
 
-@correct(78, 6, kv_heads=3, causal=True)
-class Expanded(SelfAttention):
+@correct(78, 6, kv_heads=3, causal=True, step="attend")
+def expanded(self, query, *shared):
     """Llama's repeat_kv, into a fused kernel."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        key, value = (
-            y[:, :, None].expand(-1, -1, self.heads // self.kv_heads, -1, -1).reshape(query.shape) for y in (key, value)
-        )
-        note(self, lambda: dense(query, key), hidden=above_diagonal(x.shape[1]))
-        return self.merge(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+    group = self.heads // self.kv_heads
+    key, value = (y[:, :, None].expand(-1, -1, group, -1, -1).reshape(query.shape) for y in shared)
+    return sdpa(self, query, key, value, is_causal=True)
 
 
 @correct(85, 5, kv_heads=1)
 class MultiQuery(SelfAttention):
     """One key for all heads, by broadcasting."""
 
-    def forward(self, x):
-        query = self.split(self.q_proj(x))
-        key, value = self.k_proj(x), self.v_proj(x)
-        scores = torch.einsum("bhqd,bkd->bhqk", query, key) * self.head_dim**-0.5
-        note(self, scores)
-        return self.merge(torch.einsum("bhqk,bkd->bhqd", scores.softmax(-1), value))
+    def project(self, x):
+        return self.split(self.q_proj(x)), self.k_proj(x), self.v_proj(x)
+
+    def product(self, query, key):
+        return torch.einsum("bhqd,bkd->bhqk", query, key)
+
+    def mix(self, weights, value):
+        return torch.einsum("bhqk,bkd->bhqd", weights, value)
 
 
 @correct(102, 6, kv_heads=2)
 class GroupedEinsum(SelfAttention):
     """(batch, groups, heads of a group, …), nothing repeated."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        query = query.unflatten(1, (self.kv_heads, -1))
-        scores = torch.einsum("bgrqd,bgkd->bgrqk", query, key) * self.head_dim**-0.5
-        note(self, scores, "bghqk")
-        return self.merge(torch.einsum("bgrqk,bgkd->bgrqd", scores.softmax(-1), value).flatten(1, 2))
+    layout = "bghqk"
+
+    def product(self, query, key):
+        return torch.einsum("bgrqd,bgkd->bgrqk", query.unflatten(1, (self.kv_heads, -1)), key)
+
+    def mix(self, weights, value):
+        return torch.einsum("bgrqk,bgkd->bgrqd", weights, value).flatten(1, 2)
 
 
-class Latent(nn.Module):
+class Latent(SelfAttention):
     """DeepSeek's: keys and values out of a narrow latent, and positions in components of their own."""
 
     plain, rotated, value_dim, rank = 13, 6, 11, 17
 
     def __init__(self, d_model, heads, head_dim=None, kv_heads=None):
-        super().__init__()
+        nn.Module.__init__(self)
         self.heads, self.head_dim = heads, self.plain + self.rotated
         self.q_proj = nn.Linear(d_model, heads * self.head_dim, bias=False)
         self.kv_a = nn.Linear(d_model, self.rank + self.rotated, bias=False)
         self.kv_norm = nn.RMSNorm(self.rank)
         self.kv_b = nn.Linear(self.rank, heads * (self.plain + self.value_dim), bias=False)
-        self.o_proj = nn.Linear(heads * self.value_dim, d_model, bias=False)
+        self.out_proj = nn.Linear(heads * self.value_dim, d_model, bias=False)
 
-    def parts(self, x):
-        """The plain and the turned components of query and key, and the value."""
+    def project(self, x):
+        """Query and key as pairs of their plain and turned components, and the value."""
         query = self.q_proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         q_plain, q_rotated = query.split([self.plain, self.rotated], dim=-1)
         latent, k_rotated = self.kv_a(x).split([self.rank, self.rotated], dim=-1)
         both = self.kv_b(self.kv_norm(latent)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k_plain, value = both.split([self.plain, self.value_dim], dim=-1)
-        return q_plain, rotate_halves(q_rotated), k_plain, rotate_halves(k_rotated[:, None]), value
+        return (q_plain, rotate_halves(q_rotated)), (k_plain, rotate_halves(k_rotated[:, None])), value
 
 
 @correct(57, 3, head_dim=19, causal=True)
-class CompressedKeys(Latent):
+class CompressedKeys(Latent, Causal):
     """The two kinds of components joined, the turned key shared by all heads."""
 
-    def forward(self, x):
-        q_plain, q_rotated, k_plain, k_rotated, value = self.parts(x)
-        query = torch.cat([q_plain, q_rotated], -1)
-        key = torch.cat([k_plain, k_rotated.expand(-1, self.heads, -1, -1)], -1)
-        scores = query @ key.mT * self.head_dim**-0.5
-        scores = scores.masked_fill(above_diagonal(x.shape[1]), -torch.inf)
-        note(self, scores)
-        return self.o_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+    def prepare(self, query, key):
+        return torch.cat(query, -1), torch.cat([key[0], key[1].expand(-1, self.heads, -1, -1)], -1)
 
 
-@correct(57, 3, head_dim=19, seen_dim=None)
-class TwoProducts(Latent):
+@correct(57, 3, head_dim=19, seen_dim=None, step="product", base=Latent)
+def two_products(self, query, key):
     """The two kinds of components multiplied apart, and the products added."""
-
-    def forward(self, x):
-        q_plain, q_rotated, k_plain, k_rotated, value = self.parts(x)
-        scores = (q_plain @ k_plain.mT + q_rotated @ k_rotated.mT) * self.head_dim**-0.5
-        note(self, scores)
-        return self.o_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+    return query[0] @ key[0].mT + query[1] @ key[1].mT
 
 
 @correct(33, 3, inputs=lambda: (torch.randn(2, 7, 33), torch.randn(2, 17, 33)))
-class CrossAttention(SelfAttention):
+class CrossAttention(Divided):
     """Queries from here, keys and values from a longer memory."""
 
     def forward(self, x, memory):
         query = self.split(self.q_proj(x))
-        key, value = self.split(self.k_proj(memory)), self.split(self.v_proj(memory))
-        scores = query @ key.mT / self.head_dim**0.5
-        note(self, scores)
-        return self.merge(scores.softmax(-1) @ value)
+        return self.merge(self.attend(query, self.split(self.k_proj(memory)), self.split(self.v_proj(memory))))
 
 
 class Decoding(SelfAttention):
@@ -169,44 +149,51 @@ class PreallocatedCache(Decoding):
 class Blocks(SelfAttention):
     """Windows of seven that do not overlap, by a reshape."""
 
-    def forward(self, x):
-        query, key, value = (y.unflatten(2, (-1, 7)) for y in self.project(x))
-        scores = query @ key.mT * self.head_dim**-0.5
-        note(self, scores, "bhwqk")
-        return self.merge((scores.softmax(-1) @ value).flatten(2, 3))
+    layout = "bhwqk"
+
+    def project(self, x):
+        return [y.unflatten(2, (-1, 7)) for y in super().project(x)]
+
+    def mix(self, weights, value):
+        return (weights @ value).flatten(2, 3)
 
 
 @correct(46, 2, shape=(2, 17, 46))
-class SlidingWindows(SelfAttention):
+class SlidingWindows(Divided):
     """Each query its own five neighbours, by unfold."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        key, value = (F.pad(y, (0, 0, 2, 2)).unfold(2, 5, 1) for y in (key, value))  # (…, length, head_dim, 5)
-        scores = torch.einsum("bhqd,bhqdk->bhqk", query, key) / self.head_dim**0.5
-        place = torch.arange(x.shape[1])[:, None] + torch.arange(-2, 3)
-        scores = scores.masked_fill((place < 0) | (place >= x.shape[1]), -torch.inf)
-        note(self, scores)
-        return self.merge(torch.einsum("bhqk,bhqdk->bhqd", scores.softmax(-1), value))
+    def attend(self, query, *kept):
+        return super().attend(query, *(F.pad(y, (0, 0, 2, 2)).unfold(2, 5, 1) for y in kept))  # (…, head_dim, 5)
+
+    def product(self, query, key):
+        return torch.einsum("bhqd,bhqdk->bhqk", query, key)
+
+    def adjust(self, scores):
+        length = scores.shape[2]
+        place = torch.arange(length)[:, None] + torch.arange(-2, 3)
+        return scores.masked_fill((place < 0) | (place >= length), -torch.inf)
+
+    def mix(self, weights, value):
+        return torch.einsum("bhqk,bhqdk->bhqd", weights, value)
 
 
 @correct(52, 4)
 class TalkingHeads(SelfAttention):
     """Scores, and weights, mixed over heads by small linear maps that begin as the identity."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def add_parts(self):
         self.before, self.after = (nn.Linear(self.heads, self.heads, bias=False) for _ in range(2))
         nn.init.eye_(self.before.weight)
         nn.init.eye_(self.after.weight)
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = (query * self.head_dim**-0.5) @ key.transpose(-2, -1)
-        scores = self.before(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        note(self, scores)
-        weights = self.after(scores.softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return self.merge(weights @ value)
+    def product(self, query, key):
+        return (query * self.head_dim**-0.5) @ key.transpose(-2, -1)
+
+    def scale_product(self, product):
+        return self.before(product.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def weigh(self, scores):
+        return self.after(scores.softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 @correct(55, 5, seen_heads=1, layers=5, statistics="none")
@@ -248,52 +235,38 @@ class LayersInOneModule(nn.Module):
 
 
 enter(
-    Entry(
-        "structures.LayersInOneModule",
-        lambda: (LayersInOneModule(44, 4), (torch.randn(2, 13, 44),)),
-        {f"LayersInOneModule{number}": Expected(4, 11, 11**-0.5, 4) for number in ("", "#2", "#3")},
-        statistics="none",
-    )
+    "structures.LayersInOneModule",
+    lambda: (LayersInOneModule(44, 4), (torch.randn(2, 13, 44),)),
+    {f"LayersInOneModule{number}": Expected(4, 11, 11**-0.5, 4) for number in ("", "#2", "#3")},
+    statistics="none",
 )
 
 
 @correct(65, 5, calls=None)
-class QueriesInChunks(SelfAttention):
+class QueriesInChunks(Divided):
     """Five queries at a time, to save memory."""
 
-    def forward(self, x):
-        query, key, value = self.project(x)
-        mixed = []
-        for chunk in query.split(5, dim=2):
-            scores = chunk @ key.mT / self.head_dim**0.5
-            note(self, scores)
-            mixed.append(scores.softmax(-1) @ value)
-        return self.merge(torch.cat(mixed, 2))
+    def attend(self, query, key, value):
+        attend = super().attend
+        return torch.cat([attend(chunk, key, value) for chunk in query.split(5, dim=2)], 2)
 
 
-@correct(68, 4)
-class VmapOverHeads(SelfAttention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        note(self, lambda: dense(query, key))
+@correct(68, 4, step="attend")
+def vmap_over_heads(self, query, key, value):
+    note(self, lambda: dense(query, key))
 
-        def one_head(query, key, value):
-            return torch.softmax(query @ key.mT / self.head_dim**0.5, -1) @ value
+    def one_head(query, key, value):
+        return torch.softmax(query @ key.mT / self.head_dim**0.5, -1) @ value
 
-        return self.merge(torch.vmap(one_head, in_dims=1, out_dims=1)(query, key, value))
+    return torch.vmap(one_head, in_dims=1, out_dims=1)(query, key, value)
 
 
 @correct(34, 2, calls=None, train=True)
-class Checkpointed(SelfAttention):
+class Checkpointed(Divided):
     """Recomputed in the backward pass."""
 
-    def attend(self, query, key, value):
-        scores = query @ key.mT / self.head_dim**0.5
-        note(self, scores)
-        return scores.softmax(-1) @ value
-
-    def forward(self, x):
-        return self.merge(checkpoint(self.attend, *self.project(x), use_reentrant=False))
+    def attend(self, *heads):
+        return checkpoint(super().attend, *heads, use_reentrant=False)
 
 
 class Head(nn.Module):
@@ -326,11 +299,9 @@ class ManyHeads(nn.Module):
 
 
 enter(
-    Entry(
-        "structures.ManyHeads",
-        lambda: (Block(39, ManyHeads(39, 3, 13)), (torch.randn(2, 13, 39),)),
-        {f"attention.heads.{index}": Expected(1, 13, 13**-0.5, 1, causal=True) for index in range(3)},
-    )
+    "structures.ManyHeads",
+    lambda: (Block(39, ManyHeads(39, 3, 13)), (torch.randn(2, 13, 39),)),
+    {f"attention.heads.{index}": Expected(1, 13, 13**-0.5, 1, causal=True) for index in range(3)},
 )
 
 
@@ -348,12 +319,10 @@ class Shared(nn.Module):
 
 
 enter(
-    Entry(
-        "structures.Shared",
-        lambda: (Shared(), (torch.randn(2, 13, 33),)),
-        {f"block.attention[{depth}]": Expected(3, 11, 11**-0.5, 3) for depth in range(3)},
-        statistics="none",
-    )
+    "structures.Shared",
+    lambda: (Shared(), (torch.randn(2, 13, 33),)),
+    {f"block.attention[{depth}]": Expected(3, 11, 11**-0.5, 3) for depth in range(3)},
+    statistics="none",
 )
 
 
@@ -381,12 +350,10 @@ class CrossToItself(CrossAttention):
 
 
 enter(
-    Entry(
-        "structures.Deep",
-        lambda: (Deep(), (torch.randint(0, 101, (2, 13)),)),
-        {
-            "body.blocks.0.attention": Expected(3, 11, 11**-0.5, 3),
-            "body.blocks.1.attention": Expected(1, 33, 33**-0.5, 1),
-        },
-    )
+    "structures.Deep",
+    lambda: (Deep(), (torch.randint(0, 101, (2, 13)),)),
+    {
+        "body.blocks.0.attention": Expected(3, 11, 11**-0.5, 3),
+        "body.blocks.1.attention": Expected(1, 33, 33**-0.5, 1),
+    },
 )

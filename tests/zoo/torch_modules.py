@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from .entry import Entry, Expected, above_diagonal, enter
+from .bases import above_diagonal
+from .entry import Expected, enter
 
 
 class Attended(nn.Module):
@@ -42,60 +43,46 @@ class Padded(Attended):
         return self.attention(query, query, query, key_padding_mask=padding)[0]
 
 
-def own(name, heads, head_dim, make, *, causal=False, train=False, paths=("attention",), **entry):
+def own(name, heads, head_dim, make, *inputs, causal=False, train=False, paths=("attention",)):
+    """Enter a module and inputs of these shapes."""
     expected = Expected(heads, head_dim, head_dim**-0.5, heads, causal)
-    enter(Entry(f"torch_modules.{name}", make, dict.fromkeys(paths, expected), train=train, **entry))
+
+    def model_and_inputs():
+        return make(), tuple(torch.randn(shape) for shape in inputs)
+
+    enter(f"torch_modules.{name}", model_and_inputs, dict.fromkeys(paths, expected), train=train)
 
 
-own("MultiheadAttention", 3, 11, lambda: (Attended(33, 3, batch_first=True), (torch.randn(2, 13, 33),)))
-own("MultiheadAttention-train", 3, 13, lambda: (Attended(39, 3, dropout=0.1), (torch.randn(13, 2, 39),)), train=True)
-own("MultiheadAttention-weights", 3, 17, lambda: (Weighted(51, 3, batch_first=True), (torch.randn(2, 13, 51),)))
-own(
-    "MultiheadAttention-causal",
-    5,
-    7,
-    lambda: (Unweighted(35, 5, batch_first=True), (torch.randn(2, 13, 35),)),
-    causal=True,
-)
-own("MultiheadAttention-padded", 2, 19, lambda: (Padded(38, 2, batch_first=True), (torch.randn(2, 13, 38),)))
-own(
-    "MultiheadAttention-cross",
-    3,
-    11,
-    lambda: (
-        Attended(33, 3, kdim=29, vdim=29, batch_first=True),
-        (torch.randn(2, 7, 33), torch.randn(2, 13, 29)),
-    ),
-)
-own("MultiheadAttention-unbatched", 2, 17, lambda: (Attended(34, 2, batch_first=True), (torch.randn(13, 34),)))
-own(
-    "MultiheadAttention-extra-keys",
-    3,
-    13,
-    lambda: (Attended(39, 3, add_bias_kv=True, add_zero_attn=True), (torch.randn(13, 2, 39),)),
-)
+def batch_first(kind, *sizes, **settings):
+    return lambda: kind(*sizes, batch_first=True, **settings)
 
 
-def encoder_layer(**settings):
+own("MultiheadAttention", 3, 11, batch_first(Attended, 33, 3), (2, 13, 33))
+own("MultiheadAttention-train", 3, 13, lambda: Attended(39, 3, dropout=0.1), (13, 2, 39), train=True)
+own("MultiheadAttention-weights", 3, 17, batch_first(Weighted, 51, 3), (2, 13, 51))
+own("MultiheadAttention-causal", 5, 7, batch_first(Unweighted, 35, 5), (2, 13, 35), causal=True)
+own("MultiheadAttention-padded", 2, 19, batch_first(Padded, 38, 2), (2, 13, 38))
+own("MultiheadAttention-cross", 3, 11, batch_first(Attended, 33, 3, kdim=29, vdim=29), (2, 7, 33), (2, 13, 29))
+own("MultiheadAttention-unbatched", 2, 17, batch_first(Attended, 34, 2), (13, 34))
+own("MultiheadAttention-extra-keys", 3, 13, lambda: Attended(39, 3, add_bias_kv=True, add_zero_attn=True), (13, 2, 39))
+
+
+def layer(**settings):
     return nn.TransformerEncoderLayer(38, 2, 47, dropout=0.0, batch_first=True, **settings)
 
 
-own("EncoderLayer", 2, 19, lambda: (encoder_layer(), (torch.randn(2, 13, 38),)), paths=("self_attn",))
-own("EncoderLayer-train", 2, 19, lambda: (encoder_layer(), (torch.randn(2, 13, 38),)), paths=("self_attn",), train=True)
-own(
-    "EncoderLayer-norm-first",
-    2,
-    19,
-    lambda: (encoder_layer(norm_first=True, activation="gelu"), (torch.randn(2, 13, 38),)),
-    paths=("self_attn",),
-)
-own(
-    "Encoder",
-    2,
-    19,
-    lambda: (nn.TransformerEncoder(encoder_layer(), 3, enable_nested_tensor=False), (torch.randn(2, 13, 38),)),
-    paths=tuple(f"layers.{index}.self_attn" for index in range(3)),
-)
+def unlike_bert():
+    return layer(norm_first=True, activation="gelu")
+
+
+def encoder():
+    return nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)
+
+
+own("EncoderLayer", 2, 19, layer, (2, 13, 38), paths=["self_attn"])
+own("EncoderLayer-train", 2, 19, layer, (2, 13, 38), paths=["self_attn"], train=True)
+own("EncoderLayer-norm-first", 2, 19, unlike_bert, (2, 13, 38), paths=["self_attn"])
+own("Encoder", 2, 19, encoder, (2, 13, 38), paths=[f"layers.{index}.self_attn" for index in range(3)])
 
 
 class PaddedEncoder(nn.Module):
@@ -103,24 +90,16 @@ class PaddedEncoder(nn.Module):
 
     def __init__(self, nested):
         super().__init__()
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(38, 2, 47, dropout=0.0, batch_first=True), 2, enable_nested_tensor=nested
-        )
+        self.encoder = nn.TransformerEncoder(layer(), 2, enable_nested_tensor=nested)
 
     def forward(self, x):
         padding = torch.arange(x.shape[1]) >= torch.tensor([[x.shape[1]], [9]])
         return self.encoder(x, src_key_padding_mask=padding)
 
 
-padded_paths = tuple(f"encoder.layers.{index}.self_attn" for index in range(2))
-own("Encoder-padded", 2, 19, lambda: (PaddedEncoder(False), (torch.randn(2, 13, 38),)), paths=padded_paths)
-own(
-    "Encoder-nested",
-    2,
-    19,
-    lambda: (PaddedEncoder(True), (torch.randn(2, 13, 38),)),
-    paths=padded_paths,
-)
+for name, nested in (("Encoder-padded", False), ("Encoder-nested", True)):
+    paths = [f"encoder.layers.{index}.self_attn" for index in range(2)]
+    own(name, 2, 19, lambda nested=nested: PaddedEncoder(nested), (2, 13, 38), paths=paths)
 
 
 class Decoded(nn.Module):
@@ -137,9 +116,7 @@ class Decoded(nn.Module):
 
 decoder = Expected(2, 23, 23**-0.5, 2)
 enter(
-    Entry(
-        "torch_modules.DecoderLayer",
-        lambda: (Decoded(), (torch.randn(2, 7, 46), torch.randn(2, 13, 46))),
-        {"layer.self_attn": Expected(2, 23, 23**-0.5, 2, causal=True), "layer.multihead_attn": decoder},
-    )
+    "torch_modules.DecoderLayer",
+    lambda: (Decoded(), (torch.randn(2, 7, 46), torch.randn(2, 13, 46))),
+    {"layer.self_attn": Expected(2, 23, 23**-0.5, 2, causal=True), "layer.multihead_attn": decoder},
 )

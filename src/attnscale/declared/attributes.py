@@ -10,14 +10,14 @@ import inspect
 import math
 import re
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache
 from types import FunctionType
 
 import torch
 from torch import Tensor, nn
 
-from attnscale.declared.fields import Parents, positive
+from attnscale.declared.configuration import Parents, positive
 from attnscale.rules import about_rule
 from attnscale.rules.apply import Scale, apply_scale
 
@@ -38,21 +38,12 @@ SCALE_KEYWORDS = {"scale", "scaling", "softmax_scale", "sm_scale", "qk_scale"}
 PRODUCTS = {"matmul", "einsum", "bmm"}
 
 
-@dataclass(frozen=True)
-class AttributeScale:
-    """Number that may be the scale of the scores, and the multipliers that it can mean."""
-
-    scale: float
-    source: str
-    readings: tuple[float, ...]
-    is_surely_the_scale: bool
-
-
-def attribute_scale(around: Parents, head_dim: int) -> AttributeScale | None:
+def attribute_scale(around: Parents, head_dim: int) -> tuple[float, str, tuple[float, ...], bool] | None:
     """Return the first attribute that can mean a scale: a multiplier, a divisor, or a factor on query and key each.
 
-    A second attribute may multiply it, as a learned temperature does. A value of 1 is skipped, because modules that
-    scale the query earlier set it.
+    The result is the likely multiplier, its source, all multipliers that it can mean, and True if it can only mean the
+    scale. A second attribute may multiply it, as a learned temperature does. A value of 1 is skipped, because modules
+    that scale the query earlier set it.
     """
     for path, module in around:
         numbers = {name: value for name in SCALE_NAMES if (value := positive(module, name)) and value != 1}
@@ -64,14 +55,13 @@ def attribute_scale(around: Parents, head_dim: int) -> AttributeScale | None:
         products = tuple(scale * factor for other in others for factor in (numbers[other], 1 / numbers[other]))
         outright = (numbers[name],) if name in UNMISTAKABLE else ()  # also if its square equals 1/√d_k
         sure = bool(outright) or use is not None
-        return AttributeScale(scale, _source(path, name), readings + outright + products, sure)
+        return scale, _source(path, name), readings + outright + products, sure
     return None
 
 
 def scale_of_one(around: Parents) -> str:
     """Return the name of the first scale attribute with the value 1; empty if there is none."""
-    ones = (_source(path, name) for path, module in around for name in SCALE_NAMES if positive(module, name) == 1)
-    return next(ones, "")
+    return next((source for value, source in _positives(around, SCALE_NAMES) if value == 1), "")
 
 
 def _readings(value: float, use: str | None, head_dim: int) -> tuple[float, tuple[float, ...]]:
@@ -85,12 +75,14 @@ def _readings(value: float, use: str | None, head_dim: int) -> tuple[float, tupl
 
 def attribute_softcap(around: Parents) -> tuple[float, str] | None:
     """Return the first attribute that sets a soft-cap."""
+    return next(_positives(around, SOFTCAP_NAMES), None)
+
+
+def _positives(around: Parents, names: Sequence[str]) -> Iterator[tuple[float, str]]:
     for path, module in around:
-        for name in SOFTCAP_NAMES:
-            value = positive(module, name)
-            if value is not None:
-                return value, _source(path, name)
-    return None
+        for name in names:
+            if (value := positive(module, name)) is not None:
+                yield value, _source(path, name)
 
 
 def attribute_rule(around: Parents, head_dim: int) -> tuple[float | None, str] | None:
@@ -98,18 +90,15 @@ def attribute_rule(around: Parents, head_dim: int) -> tuple[float | None, str] |
     for path, module in around:
         for name in ("rule", "scale"):
             rule = getattr(module, name, None)
-            is_rule = callable(rule) and _is_ours(rule if isinstance(rule, FunctionType) else type(rule))
-            if is_rule or (name == "rule" and rule is not None and _is_ours(type(module))):
+            owners = [rule if isinstance(rule, FunctionType) else type(rule)] if callable(rule) else []
+            owners += [type(module)] if name == "rule" and rule is not None else []
+            if any(owner.__module__.startswith("attnscale.") for owner in owners):
                 return _constant_value(rule, head_dim), _source(path, name)
     return None
 
 
 def _source(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _is_ours(kind: type | FunctionType) -> bool:
-    return kind.__module__.startswith("attnscale.")
 
 
 def _constant_value(rule: Scale, head_dim: int) -> float | None:
@@ -126,12 +115,8 @@ def _use_in_code(module: nn.Module, attribute: str) -> str | None:
 
     An attribute that is passed on as a scale counts as "times".
     """
-    kinds = filter(_is_written_by_hand, type(module).__mro__)
+    kinds = [kind for kind in type(module).__mro__ if kind is not object and not kind.__module__.startswith("torch.")]
     return next((use for kind in kinds if (use := _scaling_attributes(kind).get(attribute))), None)
-
-
-def _is_written_by_hand(kind: type) -> bool:
-    return kind not in (object, nn.Module) and not kind.__module__.startswith("torch.")
 
 
 @cache

@@ -1,15 +1,23 @@
 """Read the scale, the soft-cap and the QK-norm from a configuration, or from the published architecture."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
-from attnscale.declared.fields import QK_NORM_FLAGS, Parents, field, field_names, layer_index, number, positive
+from attnscale.module_paths import modules_by_path
 from attnscale.rules.yarn import sharpening
 
+Configs = list[tuple[str, object]]  # names of attributes, and the configurations that they hold
+Parents = list[tuple[str, nn.Module]]  # paths and modules: a module, its parent, …, the model
+# Fields of a configuration or a module that enable a QK-norm.
+QK_NORM_FLAGS = (
+    "use_qk_norm", "qk_norm", "qk_layernorm", "qk_layer_norm", "use_qk_layernorm", "qk_layer_norms", "normalize_qk",
+    "qk_normalization",
+)  # fmt: skip
 # Fields that set the multiplier, and fields that set x for a multiplier of 1/√x.
 MULTIPLIERS = ("attention_multiplier", "softmax_scale", "attention_softmax_scale", "sm_scale", "qk_scale")
 UNDER_ROOT = ("query_pre_attn_scalar", "attention_scores_scalar")
@@ -39,26 +47,15 @@ BY_DIM = {"inkling_text"}  # normalised queries and keys, divided by d_k
 BY_WIDTH = {"cvt"}  # 1/√width of the stage: the released weights were trained with it
 
 
-class Config(NamedTuple):
-    """Configuration object, and the name of its attribute."""
-
-    name: str
-    values: object
-
-
-def configs_at(parents: Parents) -> list[Config]:
+def configs_at(parents: Parents) -> Configs:
     """Return the configurations of the nearest module that has any.
 
     The attribute `config` always counts. Another attribute counts if it is an object with one of the KNOWN_FIELDS.
     """
-    for _, module in parents:
-        found = [Config(name, value) for name, value in _held_by(module)]
-        if found:
-            return found
-    return []
+    return next((found for _, module in parents if (found := list(_held_by(module)))), [])
 
 
-def configured_scale(configs: list[Config], parents: Parents, head_dim: int) -> tuple[float, str] | None:
+def configured_scale(configs: Configs, parents: Parents, head_dim: int) -> tuple[float, str] | None:
     """Return the multiplier set by a configuration, and the name of the field."""
     for name, config in configs:
         for prefix, holder in ((name, config), (f"{name}.attn_config", field(config, "attn_config"))):
@@ -81,7 +78,7 @@ def configured_scale(configs: list[Config], parents: Parents, head_dim: int) -> 
     return None
 
 
-def configured_softcap(configs: list[Config], path: str) -> tuple[float, str] | None:
+def configured_softcap(configs: Configs, path: str) -> tuple[float, str] | None:
     """Return the soft-cap of the scores and its field; a conformer's soft-cap counts only in an audio tower."""
     is_audio = "audio" in path or "conformer" in path
     for holder, config in configs:
@@ -92,7 +89,7 @@ def configured_softcap(configs: list[Config], path: str) -> tuple[float, str] | 
     return None
 
 
-def rotary_factor(configs: list[Config]) -> tuple[float, str, float]:
+def rotary_factor(configs: Configs) -> tuple[float, str, float]:
     """Return the factor of a stretched rotary embedding on the scores, the name of its field, and a wrong factor.
 
     The factor is (0.1 m ln s + 1)², or 1 without stretching. Models apply it in the rotation, where it is no scale, or
@@ -103,17 +100,15 @@ def rotary_factor(configs: list[Config]) -> tuple[float, str, float]:
     source, rope = next(((source, each) for source, each in fields if isinstance(each, Mapping) and each), ("", {}))
     factor, stretch = rope.get("attention_factor"), rope.get("factor")
     kind = str(rope.get("rope_type", rope.get("type", "")))
-    if "yarn" not in kind and "longrope" not in kind:
-        return 1.0, source, 1.0
-    if isinstance(factor, int | float) and factor > 0:
+    if ("yarn" in kind or "longrope" in kind) and isinstance(factor, int | float) and factor > 0:
         return float(factor) ** 2, source, float(factor) ** 2
-    if "yarn" not in kind or not isinstance(stretch, int | float) or stretch <= 1:
-        return 1.0, source, 1.0
-    both = float(rope.get("mscale_all_dim") or rope.get("mscale") or 1.0)
-    return sharpening(float(stretch), both), source, sharpening(float(stretch), float(rope.get("mscale") or both))
+    if "yarn" in kind and isinstance(stretch, int | float) and stretch > 1:
+        both = float(rope.get("mscale_all_dim") or rope.get("mscale") or 1.0)
+        return sharpening(float(stretch), both), source, sharpening(float(stretch), float(rope.get("mscale") or both))
+    return 1.0, source, 1.0
 
 
-def architecture_scale(configs: list[Config], around: Parents, head_dim: int) -> tuple[float, str] | None:
+def architecture_scale(configs: Configs, around: Parents, head_dim: int) -> tuple[float, str] | None:
     """Return the multiplier of a published architecture that is not in its configuration, and the architecture."""
     config = next((values for _, values in configs if isinstance(field(values, "model_type"), str)), None)
     kind, scale = field(config, "model_type"), None
@@ -154,3 +149,57 @@ def _known_fields(config: object) -> Iterator[str]:
 def _is_configuration(value: object) -> bool:
     has_fields = isinstance(value, Mapping) or hasattr(value, "__dict__") or is_dataclass(value)
     return has_fields and not callable(value) and not isinstance(value, Tensor)
+
+
+def field(holder: object, name: str) -> Any:
+    """Return the field of this name of an object or a mapping; None if there is none."""
+    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+
+
+def number(holder: object, name: str) -> float | None:
+    """Return a field that is a finite number or a tensor with one element; None for anything else."""
+    value = field(holder, name)
+    if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point() and not value.is_meta:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def positive(holder: object, name: str) -> float | None:
+    """Return a field that is a positive number; None for anything else."""
+    value = number(holder, name)
+    return value if value is not None and value > 0 else None
+
+
+def field_names(holder: object) -> list[str]:
+    """Return the names of all fields in order."""
+    if isinstance(holder, Mapping):
+        return sorted(map(str, holder))
+    return sorted({*getattr(holder, "__dict__", {}), *getattr(holder, "__dataclass_fields__", {})})
+
+
+def parents_of(model: nn.Module, path: str) -> Parents:
+    """Return the module at `path` and its parents up to the model; stop where the path does not exist."""
+    modules, parts = modules_by_path(model), path.split(".") if path else []
+    names = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+    return [(name, modules[name]) for name in names if name in modules]
+
+
+def attentions_among(parents: Parents) -> Parents:
+    """Return the module that computes the attention, and its nearest parents that are attention classes too."""
+    for depth, (_, module) in enumerate(parents):
+        kind = type(module).__name__.lower()
+        if depth and not ("attention" in kind or "attn" in kind):
+            return parents[:depth]
+    return parents
+
+
+def layer_index(parents: Parents) -> int | None:
+    """Return the layer number of a module: its `layer_idx`, else the last number in its path."""
+    for _, module in parents:
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int):
+            return index
+    numbers = re.findall(r"(?<![^.])\d+(?![^.])", parents[0][0])
+    return int(numbers[-1]) if numbers else None

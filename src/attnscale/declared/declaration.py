@@ -11,7 +11,7 @@ from enum import IntEnum
 from torch import nn
 
 from attnscale.declared import attributes, configuration
-from attnscale.declared.fields import QK_NORM_FLAGS, Parents, attentions_among, field, parents_of
+from attnscale.declared.configuration import QK_NORM_FLAGS, Parents, attentions_among, field, parents_of
 
 FOLDED = "_attnscale_folded"  # kept when the module is copied or pickled; not in its state_dict
 
@@ -68,7 +68,7 @@ def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
     )  # fmt: skip
 
 
-def _qk_norm_source(configs: list[configuration.Config], around: Parents) -> str:
+def _qk_norm_source(configs: configuration.Configs, around: Parents) -> str:
     """Return the name of the flag that enables a QK-norm.
 
     A flag in the configuration of a published architecture is ignored: Llama 4 has one flag for the model, and
@@ -86,22 +86,18 @@ def note_folded(module: nn.Module, factor: float) -> None:
 
 
 def _scale(
-    configs: list[configuration.Config], parents: Parents, around: Parents, head_dim: int
+    configs: configuration.Configs, parents: Parents, around: Parents, head_dim: int
 ) -> tuple[float | None, str, tuple[float, ...], Authority]:
     usual, stretch = head_dim**-0.5, configuration.rotary_factor(configs)[0]
     stretched = (usual * stretch,) if stretch != 1.0 else ()
-    configured = configuration.configured_scale(configs, parents, head_dim) or configuration.architecture_scale(
-        configs, around, head_dim
-    )
-    if configured:
+    published = configuration.architecture_scale(configs, around, head_dim)
+    if configured := configuration.configured_scale(configs, parents, head_dim) or published:
         scale, source = configured
         return scale, source, (scale, scale * stretch), Authority.CONFIGURED
-    rule = attributes.attribute_rule(around, head_dim)
-    if rule:
+    if rule := attributes.attribute_rule(around, head_dim):
         value, source = rule
         return value, source, () if value is None else (value,), Authority.CONFIGURED
-    found = attributes.attribute_scale(around, head_dim)
-    if found is None:
-        return None, "", stretched, Authority.NONE
-    authority = Authority.NAMED if found.is_surely_the_scale else Authority.ATTRIBUTE
-    return found.scale, found.source, found.readings + stretched, authority
+    if found := attributes.attribute_scale(around, head_dim):
+        scale, source, readings, is_sure = found
+        return scale, source, readings + stretched, Authority.NAMED if is_sure else Authority.ATTRIBUTE
+    return None, "", stretched, Authority.NONE

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from attnscale.tracing.lineage import Node, Operation, Reader, Result, Step, moved, opaque, widened
+from attnscale.tracing.lineage import Node, Operation, Reader, Step, moved, opaque, widened
 from attnscale.tracing.roles import (
     DropoutMask,
     Effect,
@@ -44,8 +44,6 @@ def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
         node.role = PairwiseProduct(op.args[0], op.args[1], softmax)
     if op.name == "mul" and isinstance(main.role, Scores) and isinstance(second.role, Scores):
         main.role.of.times_own_tanh |= main.role.of is second.role.of and main.role.of.capped
-    if effect == "plus" and node.steps and isinstance(main.role, Scores) and isinstance(second.role, Scores):
-        node.steps[0].other_scores = second if second.role.of is not main.role.of else None
     node.learned = main.learned or second.learned
     node.parameter = main.parameter and (second.parameter or second.shape == ())
     return node
@@ -118,7 +116,8 @@ def _even_along_features(tensor: Tensor) -> bool:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    return float(value) if is_number else math.nan
 
 
 def _negative(op: Operation) -> Node:
@@ -131,7 +130,7 @@ def _negative(op: Operation) -> Node:
 def _fill(op: Operation) -> Node:
     """Read masked_fill(x, mask, value), index_fill(x, axis, index, value) and fill(x, value)."""
     value = op.argument({"fill": 1, "index_fill": 3}.get(op.name, 2), "value", 0.0)
-    return moved(op.node(), op.shape, widened(op.node(), op.shape), "fill", _scalar(value))
+    return moved(op.node(), op.shape, widened(op.node(), op.shape), "fill", _number(value))
 
 
 def _where(op: Operation) -> Node:
@@ -139,15 +138,9 @@ def _where(op: Operation) -> Node:
         return opaque(op)
     side = _main_operand(op, op.args[1:3])
     main, other = op.lineage.node(op.args[1 + side]), op.args[2 - side]
-    node = moved(main, op.shape, widened(main, op.shape), "fill", _scalar(other))
+    node = moved(main, op.shape, widened(main, op.shape), "fill", _number(other))
     node.learned = any(parent.learned for parent in op.nodes())
     return node
-
-
-def _scalar(value: Any) -> float:
-    if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 else math.nan
-    return _number(value)
 
 
 def _tanh(op: Operation) -> Node:
@@ -157,11 +150,10 @@ def _tanh(op: Operation) -> Node:
     return node
 
 
-def reduced(op: Operation) -> Result:
+def reduced(op: Operation) -> Node:
     """Read a sum, a maximum or the like over some dimensions."""
     parent = op.node()
-    node = Node(op.shape, learned=parent.learned, parameter=parent.parameter, role=statistic_of(parent.role))
-    return [node, None] if isinstance(op.result, (tuple, list)) else node
+    return Node(op.shape, learned=parent.learned, parameter=parent.parameter, role=statistic_of(parent.role))
 
 
 def reduced_axes(op: Operation) -> list[int]:
@@ -172,26 +164,26 @@ def reduced_axes(op: Operation) -> list[int]:
     return [axis % max(rank, 1) for axis in ([axes] if isinstance(axes, int) else axes)]
 
 
-def _norm(op: Operation) -> Result:
+def _norm(op: Operation) -> Node:
     node = moved(op.node(), op.shape, None, "norm")
     if node.steps and op.name in WITH_A_GAIN:
         gain, bias = op.argument(2, "weight"), op.argument(3, "bias") if op.name != "_fused_rms_norm" else None
         node.steps[0].multiplied = None if gain is None else op.lineage.node(gain)
         node.steps[0].added = None if bias is None else op.lineage.node(bias)
-    return [node] if isinstance(op.result, (tuple, list)) else node
+    return node
 
 
-def _batch_norm(op: Operation) -> Result:
+def _batch_norm(op: Operation) -> Node:
     """Read a batch norm; in evaluation it only multiplies and adds constants, like part of the projection."""
     if op.argument(5, "training") is False:
-        return [moved(op.node(), op.shape, None, "other")]
+        return moved(op.node(), op.shape, None, "other")
     return _norm(op)
 
 
-def _weight_norm(op: Operation) -> Result:
+def _weight_norm(op: Operation) -> Node:
     node = moved(op.node(), op.shape, None, "norm")
     node.steps[0].multiplied = op.node(1)
-    return [node]
+    return node
 
 
 Elementwise = Callable[[Operation], Node]

@@ -5,10 +5,14 @@ operand become rows of −1.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Points = NDArray[np.int64]
 Indices = NDArray[np.int64]
@@ -18,35 +22,41 @@ Shape = tuple[int, ...]
 NOWHERE = -1
 
 
-def unmoved(points: Points) -> Points:
-    """Map an operation that moves no elements."""
-    return points
+def viewed(name: str, source: Shape, *args: Any, output: int | None = None, **kwargs: Any) -> tuple[Map, Map]:
+    """Return the maps of a view to its source, and back.
 
+    The view is replayed on a tensor without data, whose layout tells where each element lies. `output` is the number of
+    the result, for an operation with several.
+    """
 
-def reshaped(source: Shape, result: Shape) -> Map:
-    """Map a view, a flatten or an unsqueeze, in which elements keep their order."""
-    sizes = np.maximum(np.array(source, dtype=np.int64), 1)
-    source_steps, result_steps = _steps(source), _steps(result)
+    @cache
+    def layouts() -> tuple[Tensor, Tensor]:
+        dense = torch.empty(source, device="meta")
+        result = getattr(torch.ops.aten, name)(dense, *args, **kwargs)
+        return dense, result if output is None else result[output]
 
     def back(points: Points) -> Points:
-        flat = points @ result_steps
-        return (flat[:, None] // source_steps) % sizes
+        dense, result = layouts()
+        return _same_memory(points, result, dense)
 
-    return back
+    def forth(points: Points) -> Points:
+        dense, result = layouts()
+        return _same_memory(points, dense, result)
 
-
-def permuted(order: Sequence[int]) -> Map:
-    """Map a permutation: dimension `order[k]` of the operand becomes dimension k."""
-    inverse = np.argsort(np.array([axis % len(order) for axis in order], dtype=np.int64))
-    return lambda points: points[:, inverse]
+    return back, forth
 
 
-def transposed(rank: int, first: int, second: int) -> Map:
-    """Map a transposition of two dimensions."""
-    order = list(range(rank))
-    if rank:
-        order[first], order[second] = order[second], order[first]
-    return permuted(order)
+def _same_memory(points: Points, tensor: Tensor, other: Tensor) -> Points:
+    """Return the points of `other` that share their memory with these points of `tensor`."""
+    offset = int(tensor.storage_offset()) - int(other.storage_offset())
+    rest: Indices = points @ np.array(tensor.stride(), dtype=np.int64) + offset
+    found = np.zeros((len(points), other.dim()), dtype=np.int64)
+    for axis in sorted(range(other.dim()), key=other.stride, reverse=True):
+        if other.stride(axis) and other.shape[axis] > 1:
+            found[:, axis] = np.clip(rest // other.stride(axis), 0, other.shape[axis] - 1)
+            rest = rest - found[:, axis] * other.stride(axis)
+    found[rest != 0] = NOWHERE
+    return found
 
 
 def broadcast(source: Shape, rank: int) -> Map:
@@ -55,105 +65,15 @@ def broadcast(source: Shape, rank: int) -> Map:
     return lambda points: points[:, missing:] * np.array([size != 1 for size in source], dtype=np.int64)
 
 
-def sliced(axis: int, start: int, step: int = 1) -> Map:
-    """Map a slice: every `step`-th element from `start` on."""
-    return _along(axis, lambda at: start + step * at)
-
-
-def chosen(axis: int, index: Indices) -> Map:
-    """Map a selection by indices: element i of the result is element `index[i]` of the operand."""
-    return _along(axis, lambda at: index[at])
-
-
-def _along(axis: int, source_of: Callable[[Indices], Indices]) -> Map:
-    def back(points: Points) -> Points:
-        points = points.copy()
-        points[:, axis] = source_of(points[:, axis])
-        return points
-
-    return back
-
-
-def into_slice(axis: int, start: int, step: int, size: int) -> Map:
-    """Map points of the whole tensor to points of a slice: the inverse of `sliced`."""
-
-    def forth(points: Points) -> Points:
-        points = points.copy()
-        along, off = np.divmod(points[:, axis] - start, step)
-        points[:, axis] = along
-        points[(off != 0) | (along < 0) | (along >= size)] = NOWHERE
-        return points
-
-    return forth
-
-
-def selected(axis: int, index: int) -> Map:
-    """Map a selection of one index, which removes the dimension."""
-    return lambda points: np.insert(points, axis, index, axis=1)
-
-
-def reduced(source: Shape, axes: Sequence[int], keepdim: bool) -> Map:
-    """Map a reduction over some dimensions to the first of the reduced elements."""
-    gone = sorted(axis % len(source) for axis in axes) if source else []
-
-    def back(points: Points) -> Points:
-        for axis in gone:
-            points = points if keepdim else np.insert(points, axis, 0, axis=1)
-        return points * np.array([axis not in gone for axis in range(len(source))], dtype=np.int64)
-
-    return back
-
-
-def piece(axis: int, start: int, stop: int) -> Map:
-    """Map one operand of a concatenation."""
+def piece(axis: int, start: int, stop: int, is_stacked: bool) -> Map:
+    """Map one operand of a concatenation, or of a stack."""
 
     def back(points: Points) -> Points:
         inside = (points[:, axis] >= start) & (points[:, axis] < stop)
         points = points.copy()
         points[:, axis] -= start
         points[~inside] = NOWHERE
-        return points
-
-    return back
-
-
-def stacked(axis: int, index: int) -> Map:
-    """Map one operand of a stack."""
-
-    def back(points: Points) -> Points:
-        inside = points[:, axis] == index
-        points = np.delete(points, axis, axis=1)
-        points[~inside] = NOWHERE
-        return points
-
-    return back
-
-
-def padded(source: Shape, before: Sequence[int]) -> Map:
-    """Map a padded tensor, with `before` border elements at the start of each dimension."""
-
-    def back(points: Points) -> Points:
-        points = points - np.array(before, dtype=np.int64)
-        points[((points < 0) | (points >= np.array(source))).any(1)] = NOWHERE
-        return points
-
-    return back
-
-
-def repeated(source: Shape, rank: int) -> Map:
-    """Map a tensor repeated as whole copies."""
-    missing = rank - len(source)
-    sizes = np.maximum(np.array(source, dtype=np.int64), 1)
-    return lambda points: points[:, missing:] % sizes
-
-
-def unfolded(axis: int, step: int) -> Map:
-    """Map windows along a dimension, stored in a new last dimension."""
-
-    def back(points: Points) -> Points:
-        points, within = points[:, :-1].copy(), points[:, -1]
-        points[:, axis] = points[:, axis] * step + within
-        return points
+        return np.delete(points, axis, axis=1) if is_stacked else points
 
     return back
 
@@ -161,7 +81,3 @@ def unfolded(axis: int, step: int) -> Map:
 def grid(*sizes: int) -> Points:
     """Return every point of a box, in order."""
     return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1).astype(np.int64)
-
-
-def _steps(shape: Shape) -> NDArray[np.int64]:
-    return np.array([math.prod(shape[axis + 1 :]) for axis in range(len(shape))], dtype=np.int64)

@@ -58,18 +58,23 @@ def follow(node: Node, points: Points, product: Product | None = None) -> list[T
     ends = []
     while traces:
         trace = traces.pop()
-        while trace.node.steps and (product is None or _is_image_of(product, trace.node)):
-            if len(trace.node.steps) > 1:
-                traces += _forked(trace)
-                break
-            _walk(trace, trace.node.steps[0])
-        else:
+        steps = trace.node.steps
+        if not steps or (product is not None and _product_of(trace.node) is not product):
             ends.append(trace)
+        elif len(steps) == 1:
+            _walk(trace, steps[0])
+            traces.append(trace)
+        else:
+            for step, held, at in parts_of(steps, trace.points):
+                part = replace(trace, node=step.parent)
+                part.keep(held, at)
+                traces.append(part)
     return ends
 
 
-def _is_image_of(product: Product, node: Node) -> bool:
-    return isinstance(node.role, Scores) and node.role.of is product
+def _product_of(node: Node) -> Product | None:
+    """Return the product that this node is an image of."""
+    return node.role.of if isinstance(node.role, Scores) else None
 
 
 def parts_of(steps: Sequence[Step], points: Points) -> Iterator[tuple[Step, NDArray[np.bool_], Points]]:
@@ -81,13 +86,6 @@ def parts_of(steps: Sequence[Step], points: Points) -> Iterator[tuple[Step, NDAr
         left &= ~held
         if held.any():
             yield step, held, at[held]
-
-
-def _forked(trace: Trace) -> Iterator[Trace]:
-    for step, held, points in parts_of(trace.node.steps, trace.points):
-        part = replace(trace, node=step.parent)
-        part.keep(held, points)
-        yield part
 
 
 def _walk(trace: Trace, step: Step) -> None:
@@ -106,8 +104,8 @@ def _walk(trace: Trace, step: Step) -> None:
         trace.added = True
         _note_rotation(trace, step)
         trace.learned_terms += 0 if step.added is None else _learned_terms(step.added)
-        if step.other_scores is not None:
-            trace.other_scores += ((step.other_scores, float(np.mean(trace.factor))),)
+        if step.added is not None and _product_of(step.added) not in (None, _product_of(step.parent)):
+            trace.other_scores += ((step.added, float(np.mean(trace.factor))),)
         if isinstance(step.operand, Tensor):
             trace.biases += ((step.operand, float(np.mean(trace.factor))),)
             trace.under_cap += (step.operand,) if trace.caps else ()

@@ -5,29 +5,21 @@ operands of a product, until its softmax.
 """
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from attnscale.tracing.coordinates import Map, Shape, broadcast
+from attnscale.tracing.coordinates import Map, Shape, broadcast, viewed
 from attnscale.tracing.roles import Effect, Role, Scores, role_of_parts, statistic_of
 
 if TYPE_CHECKING:
     from attnscale.tracing import Tracer
 
 LONGEST = 200  # limit on operations between a projection and its use; only residual streams are longer
-
-
-@dataclass(frozen=True)
-class View:
-    """Link from a view to its base tensor, to follow writes to the view."""
-
-    forth: Map  # maps points of the base to points of the view
-    whole: TensorWeakRef
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +36,8 @@ class Step:
     back: Map | None = None  # None: same coordinates
     effect: Effect = "same"
     operand: float | Tensor | None = None
-    view: View | None = None  # set if the result shares the operand's memory
-    other_scores: "Node | None" = None  # added node, if an image of another product
+    # set if the result is a view, to follow writes to it: a map from the operand to the view, and the operand
+    view: tuple[Map, TensorWeakRef] | None = None
     added: "Node | None" = None  # node added to the value; for a normalisation, its bias
     multiplied: "Node | None" = None  # node multiplied with it; for a normalisation, its gain
     is_cache: bool = False  # the result contains values of an earlier call
@@ -53,7 +45,7 @@ class Step:
     @property
     def only_moves(self) -> bool:
         """True if the operation moved elements and changed none."""
-        return self.effect == "same" and (self.view is not None or self.back is not None) and not self.is_cache
+        return self.effect == "same" and self.back is not None and not self.is_cache
 
 
 @dataclass(slots=True, eq=False)
@@ -99,40 +91,32 @@ def moved(
     parent: Node, shape: Shape, back: Map | None, effect: Effect = "same", operand: float | Tensor | None = None
 ) -> Node:
     """Return the node of a result that moves, or changes elementwise, the elements of its parent."""
-    if parent.depth >= LONGEST:
-        return Node(shape, learned=parent.learned, parameter=parent.parameter)
-    return Node(
-        shape,
-        steps=(Step(parent, back, effect, operand),),
-        learned=parent.learned,
-        parameter=parent.parameter,
-        depth=parent.depth + 1,
-        role=None if parent.role is None else parent.role.after(effect),
-    )
+    role = None if parent.role is None else parent.role.after(effect)
+    return _made(shape, [Step(parent, back, effect, operand)], role)
 
 
-def joined(shape: Shape, steps: list[Step]) -> Node:
+def joined(shape: Shape, steps: Sequence[Step]) -> Node:
     """Return the node of a result made of several parts."""
+    return _made(shape, steps, role_of_parts(step.parent.role for step in steps))
+
+
+def _made(shape: Shape, steps: Sequence[Step], role: Role | None) -> Node:
     parents = [step.parent for step in steps]
-    learned, depth = any(parent.learned for parent in parents), max((parent.depth for parent in parents), default=0)
-    if depth >= LONGEST:
-        return Node(shape, learned=learned)
-    return Node(
+    depth = max((parent.depth for parent in parents), default=0)
+    node = Node(
         shape,
-        steps=tuple(steps),
-        learned=learned,
+        learned=any(parent.learned for parent in parents),
         parameter=all(parent.parameter for parent in parents),
-        depth=depth + 1,
-        role=role_of_parts(parent.role for parent in parents),
     )
+    if depth < LONGEST:
+        node.steps, node.depth, node.role = tuple(steps), depth + 1, role
+    return node
 
 
-class _Entry(weakref.ref[Tensor]):
-    """A weak reference to a tensor, and its node."""
-
-    __slots__ = ("key", "node")
-    key: int
-    node: Node
+def view_of(parent: Node, name: str, *args: Any) -> Node:
+    """Return the node of a view of a tensor that the model does not make itself."""
+    shape = tuple(getattr(torch.ops.aten, name)(torch.empty(parent.shape, device="meta"), *args).shape)
+    return moved(parent, shape, viewed(name, parent.shape, *args)[0])
 
 
 class Lineage:
@@ -140,15 +124,7 @@ class Lineage:
 
     def __init__(self, name_of: Callable[[Tensor], str | None] = lambda tensor: None) -> None:
         self._name_of = name_of
-        self._entries: dict[int, _Entry] = {}
-        lineage = weakref.ref(self)  # weak, so that the callback does not keep it alive
-
-        def forget(gone: weakref.ref[Tensor]) -> None:
-            own = lineage()
-            if own is not None and isinstance(gone, _Entry) and own._entries.get(gone.key) is gone:
-                del own._entries[gone.key]
-
-        self._forget = forget
+        self._nodes = WeakTensorKeyDictionary()
 
     def node(self, tensor: Tensor) -> Node:
         """Return the node of a tensor; a new tensor starts a lineage."""
@@ -164,23 +140,21 @@ class Lineage:
 
     def known(self, tensor: Tensor) -> Node | None:
         """Return the node of a tensor; None for a new tensor."""
-        entry = self._entries.get(id(tensor))
-        return entry.node if entry is not None and entry() is tensor else None
+        return self._nodes.get(tensor)  # type: ignore[no-any-return]  # torch's class is untyped
 
     def write(self, tensor: Tensor, node: Node) -> None:
         """Set the node of a tensor."""
-        entry = _Entry(tensor, self._forget)
-        entry.key, entry.node = id(tensor), node
-        self._entries[entry.key] = entry
+        self._nodes[tensor] = node
 
     def write_through(self, view: Node, written: Node) -> None:
         """Record a write to a view: its base now holds the written values there, and its old values elsewhere."""
         while len(view.steps) == 1 and (link := view.steps[0].view) is not None:
-            view, tensor = view.steps[0].parent, link.whole()
+            forth, whole = link
+            view, tensor = view.steps[0].parent, whole()
             old = view if tensor is None else self.node(tensor)
             if max(written.depth, old.depth) >= LONGEST:
                 return
-            written = joined(old.shape, [Step(written, link.forth), Step(old)])
+            written = joined(old.shape, [Step(written, forth), Step(old)])
             if tensor is not None:
                 self.write(tensor, written)
 
@@ -190,20 +164,24 @@ def shape_of(tensor: Tensor) -> Shape:
     return () if tensor.is_nested else tuple(tensor.shape)
 
 
-Result = Node | Sequence[Node | None]
+Result = Node | Sequence[Node]  # of the first result, or of all
 
 
+@dataclass(frozen=True)
 class Operation:
     """One completed call of an ATen operation."""
 
-    __slots__ = ("args", "kwargs", "name", "result", "shape", "tracer")
+    name: str  # without namespace, overload and the underscore of in-place forms
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    result: Any
+    tracer: "Tracer"
 
-    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, tracer: "Tracer") -> None:
-        self.name = name  # without namespace, overload and the underscore of in-place forms
-        self.args, self.kwargs, self.result, self.tracer = args, kwargs, result, tracer
-        if not isinstance(result, Tensor):
-            result = result[0] if isinstance(result, (tuple, list)) and result else None
-        self.shape: Shape = shape_of(result) if isinstance(result, Tensor) else ()  # shape of the first result
+    @property
+    def shape(self) -> Shape:
+        """Shape of the first result."""
+        first = self.result[0] if isinstance(self.result, (tuple, list)) and self.result else self.result
+        return shape_of(first) if isinstance(first, Tensor) else ()
 
     @property
     def lineage(self) -> Lineage:
@@ -232,14 +210,8 @@ def widened(parent: Node, shape: Shape) -> Map | None:
     return None if parent.shape == shape else broadcast(parent.shape, len(shape))
 
 
-def unknown(op: Operation) -> Result:
-    """Read an operation without a reader of its own."""
-    node = opaque(op)
-    return [node] if isinstance(op.result, (tuple, list)) else node
-
-
 def opaque(op: Operation) -> Node:
-    """Return a node that assumes an elementwise operation if shapes match, else a new lineage."""
+    """Read an operation without a reader of its own: elementwise if shapes match, else a new lineage."""
     shape, parents = op.shape, op.nodes()
     like = [parent for parent in parents if parent.shape == shape]
     main = max(like, key=lambda parent: (isinstance(parent.role, Scores), parent.learned), default=None)

@@ -1,22 +1,19 @@
 """Readers of operations that move or copy elements: views, copies, concatenations."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from attnscale.torch_internals import inside_nested_tensors
-from attnscale.tracing import arithmetic, coordinates
-from attnscale.tracing.coordinates import Map
+from attnscale.tracing import arithmetic
+from attnscale.tracing.coordinates import NOWHERE, Points, piece, viewed
 from attnscale.tracing.lineage import (
     Node,
     Operation,
     Reader,
     Result,
     Step,
-    View,
     joined,
     moved,
     opaque,
@@ -25,26 +22,37 @@ from attnscale.tracing.lineage import (
 )
 from attnscale.tracing.roles import DropoutMask
 
+VIEWS = (
+    "alias", "_unsafe_view", "view", "unsqueeze", "squeeze", "expand", "transpose", "t", "permute", "slice", "select",
+    "unfold", "split", "split_with_sizes", "unsafe_split", "unbind",
+)  # fmt: skip
 
-def _viewed(op: Operation, back: Map, forth: Map) -> Node:
+
+def _view(op: Operation) -> Result:
+    if isinstance(op.argument(1, "dtype"), torch.dtype):
+        return opaque(op)
+    if isinstance(op.result, Tensor):
+        return _linked(op, op.result)
+    return [_linked(op, part, output) for output, part in enumerate(op.result)]
+
+
+def _linked(op: Operation, result: Tensor, output: int | None = None) -> Node:
     """Return the node of a view, linked to its operand because a write changes both."""
-    node = moved(op.node(), op.shape, back)
+    parent, source = op.node(), op.args[0]
+    shape = parent.shape if result is source else shape_of(source)  # in place, the source has its new shape already
+    back, forth = viewed(op.name, shape, *op.args[1:], output=output, **op.kwargs)
+    node = moved(parent, shape_of(result), back)
     if node.steps:
-        node.steps[0].view = View(forth, TensorWeakRef(op.args[0]))
+        node.steps[0].view = forth, TensorWeakRef(source)
     return node
 
 
-def _copied(back: Callable[[Operation], Map | None]) -> Reader:
-    """Return a reader for operations that copy elements of their first operand; `back` maps the coordinates."""
-    return lambda op: moved(op.node(), op.shape, back(op))
-
-
-def _alias(op: Operation) -> Node:
-    return _viewed(op, coordinates.unmoved, coordinates.unmoved)
+def _copied(op: Operation) -> Node:
+    return moved(op.node(), op.shape, None)
 
 
 def _detach(op: Operation) -> Node:
-    node = _alias(op)
+    node = _linked(op, op.result)
     if node.steps and not inside_nested_tensors():  # nested tensors detach their values but have own gradients
         node.steps[0].effect = "detach"
     return node
@@ -54,70 +62,36 @@ def _bernoulli(op: Operation) -> Node:
     return Node(op.shape, role=DropoutMask())
 
 
-def _reshape(op: Operation) -> Node:
-    parent = op.node()
-    return _viewed(op, coordinates.reshaped(parent.shape, op.shape), coordinates.reshaped(op.shape, parent.shape))
-
-
-def _permute(op: Operation) -> Node:
-    order = [axis % len(op.shape) for axis in op.args[1]]
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return _viewed(op, coordinates.permuted(order), coordinates.permuted(inverse))
-
-
-def _transpose(op: Operation) -> Node:
-    first, second = (op.args[1], op.args[2]) if len(op.args) > 2 else (0, -1)
-    swap = coordinates.transposed(len(op.shape), first, second)
-    return _viewed(op, swap, swap)
-
-
-def _slice(op: Operation) -> Node:
-    parent, axis = op.node(), _axis(op, op.argument(1, "dim", 0))
-    size, start = parent.shape[axis], op.argument(2, "start") or 0
-    start = min(max(start + size if start < 0 else start, 0), size)
-    step = op.argument(4, "step", 1)
-    back, forth = coordinates.sliced(axis, start, step), coordinates.into_slice(axis, start, step, op.shape[axis])
-    return _viewed(op, back, forth)
-
-
-def _select(op: Operation) -> Node:
-    axis = _axis(op, op.args[1])
-    index = op.args[2] % max(op.node().shape[axis], 1)
-    return _viewed(op, coordinates.selected(axis, index), coordinates.stacked(axis, index))
-
-
 def _axis(op: Operation, axis: int) -> int:
     return axis % max(len(op.node().shape), 1)
 
 
-def _pieces(op: Operation) -> list[Node]:
-    parent, axis, start, nodes = op.node(), _axis(op, op.argument(2, "dim", 0)), 0, []
-    for part in op.result:
-        nodes.append(moved(parent, shape_of(part), coordinates.sliced(axis, start)))
-        start += part.shape[axis]
-    return nodes
-
-
-def _unbind(op: Operation) -> list[Node]:
-    parent, axis = op.node(), _axis(op, op.argument(1, "dim", 0))
-    return [moved(parent, shape_of(part), coordinates.selected(axis, i)) for i, part in enumerate(op.result)]
-
-
 def _pad(op: Operation) -> Node:
     pads, parent = op.args[1], op.node()
-    before = [0] * len(parent.shape)
+    before = np.zeros(len(parent.shape), dtype=np.int64)
     for pair in range(len(pads) // 2):
         before[-1 - pair] = pads[2 * pair]
-    return moved(parent, op.shape, coordinates.padded(parent.shape, before))
+
+    def back(points: Points) -> Points:
+        points = points - before
+        points[((points < 0) | (points >= np.array(parent.shape))).any(1)] = NOWHERE
+        return points
+
+    return moved(parent, op.shape, back)
+
+
+def _repeat(op: Operation) -> Node:
+    parent = op.node()
+    missing, sizes = len(op.shape) - len(parent.shape), np.maximum(np.array(parent.shape, dtype=np.int64), 1)
+    return moved(parent, op.shape, lambda points: points[:, missing:] % sizes)
 
 
 def _view_as_complex(op: Operation) -> Node:
-    return moved(op.node(), op.shape, coordinates.selected(len(op.shape), 0), "pair")
+    return moved(op.node(), op.shape, viewed("select", op.node().shape, -1, 0)[0], "pair")
 
 
-def _dropout(op: Operation) -> Result:
-    node = moved(op.node(), op.shape, None, "drop")
-    return [node] if isinstance(op.result, (tuple, list)) else node
+def _dropout(op: Operation) -> Node:
+    return moved(op.node(), op.shape, None, "drop")
 
 
 def _index_select(op: Operation) -> Node:
@@ -135,39 +109,48 @@ def _chosen(op: Operation, axis: int, index: Tensor) -> Node:
     is_list = index.dim() == 1 and index.dtype in (torch.int32, torch.int64)
     if not is_list or not (parent.learned or parent.parameter):
         return opaque(op)
-    return moved(parent, op.shape, coordinates.chosen(axis, index.cpu().numpy() % parent.shape[axis]))
+    places = index.cpu().numpy() % parent.shape[axis]
+
+    def back(points: Points) -> Points:
+        points = points.copy()
+        points[:, axis] = places[points[:, axis]]
+        return points
+
+    return moved(parent, op.shape, back)
 
 
-def _topk(op: Operation) -> Result:
+def _topk(op: Operation) -> Node:
     """Read topk of values such as router logits; topk of scores is opaque, because their keys become unknown."""
     parent = op.node()
-    return [opaque(op) if parent.role is not None else moved(parent, op.shape, None, "other"), None]
+    return opaque(op) if parent.role is not None else moved(parent, op.shape, None, "other")
 
 
-def _mean(op: Operation) -> Result:
+def _mean(op: Operation) -> Node:
     """Read a mean over positions, which preserves factors; a mean of scores or weights is a statistic."""
     parent, plain = op.node(), arithmetic.reduced(op)
-    if not isinstance(plain, Node) or parent.role is not None or not parent.learned:
+    if parent.role is not None or not parent.learned:
         return plain
-    keepdim = bool(op.argument(2, "keepdim", False))
-    return moved(parent, op.shape, coordinates.reduced(parent.shape, arithmetic.reduced_axes(op), keepdim))
+    axes, keepdim = sorted(arithmetic.reduced_axes(op)), bool(op.argument(2, "keepdim", False))
+
+    def back(points: Points) -> Points:
+        """Return the first of the elements that were reduced to these."""
+        for axis in axes:
+            points = points if keepdim else np.insert(points, axis, 0, axis=1)
+        return points * np.array([axis not in axes for axis in range(len(parent.shape))], dtype=np.int64)
+
+    return moved(parent, op.shape, back)
 
 
 def _cat(op: Operation) -> Node:
+    """Read a cat or a stack."""
     axis = op.argument(1, "dim", 0) % max(len(op.shape), 1)
     steps, start = [], 0
     for tensor in op.args[0]:
-        if len(tensor.shape) != len(op.shape):  # torch ignores empty tensors of another rank
+        if op.name == "cat" and len(tensor.shape) != len(op.shape):  # torch ignores empty tensors of another rank
             continue
-        stop = start + tensor.shape[axis]
-        steps.append(Step(op.lineage.node(tensor), coordinates.piece(axis, start, stop)))
+        stop = start + (tensor.shape[axis] if op.name == "cat" else 1)
+        steps.append(Step(op.lineage.node(tensor), piece(axis, start, stop, op.name == "stack")))
         start = stop
-    return joined(op.shape, steps)
-
-
-def _stack(op: Operation) -> Node:
-    axis = op.argument(1, "dim", 0) % len(op.shape)
-    steps = [Step(op.lineage.node(part), coordinates.stacked(axis, at)) for at, part in enumerate(op.args[0])]
     return joined(op.shape, steps)
 
 
@@ -198,14 +181,11 @@ def _written_into(op: Operation) -> Node:
 
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(("clone", "_to_copy", "lift_fresh", "_conj", "triu", "tril"), _copied(lambda op: None)),
-    **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum"), _copied(lambda op: None)),
-    "_unsafe_view": _copied(lambda op: coordinates.reshaped(op.node().shape, op.shape)),
-    "expand": _copied(lambda op: coordinates.broadcast(op.node().shape, len(op.shape))),
-    "repeat": _copied(lambda op: coordinates.repeated(op.node().shape, len(op.shape))),
-    "unfold": _copied(lambda op: coordinates.unfolded(_axis(op, op.args[1]), op.args[3])),
-    "view_as_real": _copied(lambda op: lambda points: points[:, :-1]),
-    "alias": _alias,
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(("clone", "_to_copy", "lift_fresh", "_conj", "triu", "tril"), _copied),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum"), _copied),
+    "repeat": _repeat,
+    "view_as_real": lambda op: moved(op.node(), op.shape, lambda points: points[:, :-1]),
     "detach": _detach,
     "bernoulli": _bernoulli,
     "index_select": _index_select,
@@ -213,19 +193,12 @@ READERS: dict[str, Reader] = {
     "topk": _topk,
     "mean": _mean,
     **dict.fromkeys(("native_dropout", "_fused_dropout"), _dropout),
-    **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
-    **dict.fromkeys(("transpose", "t"), _transpose),
-    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _pieces),
     **dict.fromkeys(
         ("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter", "masked_scatter"), _written_into
     ),
-    "permute": _permute,
-    "slice": _slice,
-    "select": _select,
-    "unbind": _unbind,
     "constant_pad_nd": _pad,
     "view_as_complex": _view_as_complex,
     "cat": _cat,
-    "stack": _stack,
+    "stack": _cat,
     "copy": _copy,
 }

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscale.tracing.coordinates import NOWHERE, Indices, Points, Shape, broadcast
+from attnscale.tracing.coordinates import NOWHERE, Indices, Points, Shape, broadcast, grid
 from attnscale.tracing.following import follow, parts_of
-from attnscale.tracing.lineage import Node, Projection, Step, moved
+from attnscale.tracing.lineage import Node, Projection, Step, view_of
 from attnscale.tracing.roles import Scores
 
 
@@ -47,12 +47,12 @@ class Origin:
     heads: int
     axis: int  # axis of the features
     features: int
-    known: "tuple[Source, ...] | UntraceableError | None" = None
+    known: tuple[Source, ...] | str | None = None  # sources, or why there are none; None if not computed yet
 
     def sources(self) -> tuple[Source, ...]:
         """Return all parameter rows that must be scaled together to scale the queries or keys."""
-        if isinstance(self.known, UntraceableError):
-            raise UntraceableError(*self.known.args)  # a new error: raising the stored one would keep frames alive
+        if isinstance(self.known, str):
+            raise UntraceableError(self.known)
         if self.known is not None:
             return self.known
         points = np.repeat(self.points, self.features, axis=0)
@@ -80,9 +80,9 @@ class Origin:
     def resolved(self) -> "Origin":
         """Return an origin with its sources computed and without reference to the lineage."""
         try:
-            sources: tuple[Source, ...] | UntraceableError = self.sources()
+            sources: tuple[Source, ...] | str = self.sources()
         except UntraceableError as error:
-            sources = error.with_traceback(None)  # its frames reference the lineage
+            sources = str(error)
         return replace(self, node=Node(self.node.shape), points=self.points[:0], known=sources)
 
     def amplitude(self) -> float:
@@ -109,16 +109,15 @@ class Origin:
 
 def projected_origin(weight: Node, bias: Node | None, first: int, heads: int, features: int) -> Origin:
     """Return the origin of queries or keys projected inside a kernel, by rows of its weight starting at `first`."""
-    shape = (heads, features)
 
-    def row(at: Points) -> Points:
-        rows: Points = first + at @ np.array([[features], [1]])
-        return rows
+    def by_head(node: Node) -> Node:
+        rows = view_of(node, "slice", 0, first, first + heads * features)
+        return view_of(rows, "view", [heads, features, *node.shape[1:]])
 
-    part = None if bias is None else moved(bias, shape, row)
-    projection = Projection(weight, lambda at: row(at) * np.array([1, 0]), weight.shape[1], (1,), part)
-    points = np.stack([np.arange(heads), np.zeros(heads, dtype=np.int64)], axis=1)
-    return Origin(Node(shape, learned=True, projection=projection), points, heads, axis=1, features=features)
+    part = None if bias is None else by_head(bias)
+    projection = Projection(by_head(weight), lambda at: np.pad(at, ((0, 0), (0, 1))), weight.shape[1], (2,), part)
+    node = Node((heads, features), learned=True, projection=projection)
+    return Origin(node, grid(heads, 1), heads, axis=1, features=features)
 
 
 def sampled_origin(node: Node, axis: int) -> Origin | None:

@@ -1,17 +1,14 @@
 """Readers of matrix products: projections, scores, and values mixed by weights."""
 
-import math
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from attnscale.numerics import is_surely_finite
-from attnscale.tracing import coordinates, softmaxes
+from attnscale.tracing.arithmetic import reduced_axes
 from attnscale.tracing.coordinates import Map, Points, Shape
 from attnscale.tracing.following import are_positions, channels, follow
-from attnscale.tracing.lineage import Node, Operation, Projection, Reader, Result, Step, moved
+from attnscale.tracing.lineage import Node, Operation, Projection, Reader, Step, view_of
 from attnscale.tracing.parameters import Origin, sampled_origin
 from attnscale.tracing.roles import (
     Exponentials,
@@ -25,6 +22,7 @@ from attnscale.tracing.roles import (
     Weights,
     WeightStatistic,
 )
+from attnscale.tracing.softmaxes import read_sum
 
 OPERANDS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # argument positions of both factors
 MOST_ENTRIES = 256  # limit on (batch, head) entries whose key and value are compared
@@ -83,7 +81,7 @@ def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]
             keep_values, node.role.softmax.keep_values = node.role.softmax.keep_values, None  # release the operands
             if keep_values is not None:
                 keep_values(node, operands[1 - side], side)
-            _mix(node.role.softmax, node, -2 if side else -1, values, _Mixture(operands[side], op.result))
+            _mix(op, node.role.softmax, node, -2 if side else -1, values, operands[side])
             _compare_pairs(node.role.softmax, node, nodes[1 - side])
             return Node(op.shape, learned=True, role=MixedValues(node.role.softmax))
         if isinstance(node.role, Exponentials):
@@ -92,18 +90,15 @@ def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]
     return None
 
 
-class _Mixture(NamedTuple):
-    """Weights as multiplied with values, and the result."""
-
-    weights: Tensor
-    output: Tensor
-
-
 def _mix(
-    softmax: Softmax, weights: Node, axis: int, values: Origin | None = None, mixture: _Mixture | None = None
+    op: Operation, softmax: Softmax, weights: Node, axis: int, values: Origin | None, operand: Tensor | None
 ) -> None:
-    """Record that values are summed along an axis of the weights, and check that weights sum to one along it."""
-    softmax.meets_values(values)
+    """Record that values are summed along an axis of the weights, and check that weights sum to one along it.
+
+    `operand` holds the weights; None if they are multiplied with the values already.
+    """
+    softmax.proves_attention()
+    softmax.values = values
     if weights.shape[axis] < 2:
         return
     points = np.zeros((2, len(weights.shape)), dtype=np.int64)
@@ -117,16 +112,13 @@ def _mix(
             softmax.is_masked |= bool(trace.fills)
             softmax.drops |= trace.dropped
             softmax.is_obscure |= trace.blended or trace.added
-            if mixture is not None:
+            if operand is not None:
                 is_known = not softmax.is_short and _only_moved(weights)  # an unchanged softmax sums to one
                 is_known |= trace.blended or trace.added or trace.dropped
                 is_known |= trace.node.shape[softmax.axis] != weights.shape[axis]
-                off_one = None if is_known else _distance_from_one(mixture.weights, axis, float(trace.factor[0]))
-                softmax.measured(off_one, _has_undefined(mixture))
-
-
-def _has_undefined(mixture: _Mixture) -> Tensor:
-    return torch.tensor(False) if is_surely_finite(mixture.output) else mixture.weights.detach().isnan().any()
+                off_one = None if is_known else _distance_from_one(operand, axis, float(trace.factor[0]))
+                is_finite = is_surely_finite(op.result)
+                softmax.measured(off_one, torch.tensor(False) if is_finite else operand.detach().isnan().any())
 
 
 def _distance_from_one(weights: Tensor, axis: int, factor: float) -> Tensor:
@@ -164,55 +156,45 @@ def are_paired_otherwise(keys: list[tuple[object, ...]], values: list[tuple[obje
     return 1 < groups == len(set(values)) < len(set(zip(keys, values, strict=True)))
 
 
-def _sum_of_pairs(op: Operation) -> Result:
+def _sum_of_pairs(op: Operation) -> Node:
     """Read a product, or a mixture of values, written as a multiplication and a sum."""
-    parent, axes = op.node(), op.argument(1, "dim")
-    role = parent.role
+    parent, role = op.node(), op.node().role
     if not isinstance(role, PairwiseProduct):
-        return softmaxes.READERS["sum"](op)
-    axis = axes % len(parent.shape) if isinstance(axes, int) else axes[0] % len(parent.shape) if axes else 0
+        return read_sum(op)
+    axis = reduced_axes(op)[0]
     if role.softmax is not None:
-        _mix(role.softmax, parent, axis)
+        _mix(op, role.softmax, parent, axis, None, None)
         return Node(op.shape, learned=True, role=MixedValues(role.softmax))
-    found = None
-    if not op.argument(2, "keepdim", False):
-        found = _product_of_pairs(op, role, parent.shape, axis)
-    return found or softmaxes.READERS["sum"](op)
+    found = None if op.argument(2, "keepdim", False) else _product_of_pairs(op, role, parent.shape, axis)
+    return found or read_sum(op)
 
 
 def _product_of_pairs(op: Operation, pair: PairwiseProduct, shape: Shape, axis: int) -> Node | None:
     """Return the node of (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1), read as a batched matrix product."""
-    nodes = op.lineage.node(pair.left), op.lineage.node(pair.right)
-    left, right = (operand.expand(*_aligned(operand, shape)) for operand in (pair.left, pair.right))
-    rows = [at for at in range(len(shape)) if at != axis and right.shape[at] < shape[at]]
-    columns = [at for at in range(len(shape)) if at != axis and left.shape[at] < shape[at]]
+    sizes = [(1,) * (len(shape) - side.dim()) + tuple(side.shape) for side in (pair.left, pair.right)]
+    rows = [at for at in range(len(shape)) if at != axis and sizes[1][at] < shape[at]]
+    columns = [at for at in range(len(shape)) if at != axis and sizes[0][at] < shape[at]]
     if len(rows) != 1 or len(columns) != 1:
         return None
     batch = [at for at in range(len(shape)) if at not in (axis, rows[0], columns[0])]
-    sizes = tuple(shape[at] for at in batch)
-    lead, count = (math.prod(sizes),), len(sizes)
-    operands, lineages = [], []
-    for operand, node, order in ((left, nodes[0], (*rows, axis)), (right, nodes[1], (axis, *columns))):
-        turn = [*batch, *order, *(at for at in (rows[0], columns[0]) if at not in order)]
-        whole = (*sizes, *(operand.shape[at] for at in order))
-        turned = operand.permute(*turn).squeeze(-1)
-        node = moved(node, tuple(operand.shape), coordinates.broadcast(node.shape, operand.dim()))
-        node = moved(node, (*whole, 1), coordinates.permuted(turn))
-        node = moved(node, (*lead, *whole[count:]), coordinates.reshaped((*whole, 1), (*lead, *whole[count:])))
-        operands.append(turned.expand(*sizes, *turned.shape[count:]).reshape(*lead, *turned.shape[count:]))
-        lineages.append(node)
-    made = Node((*lead, shape[rows[0]], shape[columns[0]]), learned=True)
-    made.role = Scores(
-        Product(operands[0], operands[1], lineages[0], lineages[1], op.tracer.modules(), made.shape, made.token)
-    )
-    axes = [*batch, rows[0], columns[0]]
-    unmerged = (*sizes, *made.shape[1:])
-    result = moved(made, unmerged, coordinates.reshaped(made.shape, unmerged))
-    return moved(result, op.shape, coordinates.permuted([axes.index(at) for at in sorted(axes)]))
+    left, left_node = _as_matrices(op, pair.left, shape, [*batch, *rows, axis, *columns])
+    right, right_node = _as_matrices(op, pair.right, shape, [*batch, axis, *columns, *rows])
+    made = Node((*left.shape[:2], right.shape[2]), learned=True)
+    made.role = Scores(Product(left, right, left_node, right_node, op.tracer.modules(), made.shape, made.token))
+    axes = [*batch, *rows, *columns]
+    unmerged = view_of(made, "view", [shape[at] for at in axes])
+    return view_of(unmerged, "permute", [axes.index(at) for at in sorted(axes)])
 
 
-def _aligned(tensor: Tensor, shape: Shape) -> Shape:
-    return (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
+def _as_matrices(op: Operation, factor: Tensor, shape: Shape, order: list[int]) -> tuple[Tensor, Node]:
+    """Return a factor of all pairs, and its node, as (batch, n, m): its axes in this order, without the last."""
+    node, sizes = op.lineage.node(factor), [shape[at] for at in order[-3:-1]]
+    for name, args in (
+        ("expand", [list(shape)]), ("permute", [order]), ("select", [-1, 0]), ("reshape", [[-1, *sizes]])
+    ):  # fmt: skip
+        factor = getattr(factor, name)(*args)
+        node = view_of(node, "view" if name == "reshape" else name, *args)
+    return factor, node
 
 
 def _projected_by(shape: Shape, left: Node, right: Node, weight: int, bias: Node | None) -> Node:
@@ -261,8 +243,7 @@ def _convolution(op: Operation) -> Node:
 
     inputs = tuple(range(1, len(weight.shape)))
     if bias is not None:
-        column = (*bias.shape, *(1 for _ in inputs[1:]))
-        bias = moved(bias, column, coordinates.reshaped(bias.shape, column))
+        bias = view_of(bias, "view", [*bias.shape, *(1 for _ in inputs[1:])])
     return _projected(shape, op.node(0), weight, channel, inputs, bias)
 
 

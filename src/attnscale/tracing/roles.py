@@ -220,12 +220,13 @@ class Softmax:
     def ran(self) -> None:
         """Record that its weights exist."""
         if not self.waits:
-            self._is_attention()
+            self.proves_attention()
 
-    def meets_values(self, values: "Origin | None") -> None:
-        """Record that its weights multiply values: this is attention."""
-        self._is_attention()
-        self.values = values
+    def proves_attention(self) -> None:
+        """Record that this is attention, because its weights multiply values."""
+        attends, self.attends = self.attends, None
+        if attends is not None:
+            attends()
 
     def mixes(self, along_axis: bool, factor: float, axis: int | None = None) -> None:
         """Record the axis of the weights over which values were summed, and the factor on the weights."""
@@ -239,8 +240,3 @@ class Softmax:
         self.undefined = undefined if self.undefined is None else self.undefined | undefined
         if off_one is not None:
             self.off_one = off_one if self.off_one is None else torch.maximum(self.off_one, off_one)
-
-    def _is_attention(self) -> None:
-        attends, self.attends = self.attends, None
-        if attends is not None:
-            attends()

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnscale.tracing import arithmetic
 from attnscale.tracing.coordinates import Shape
 from attnscale.tracing.following import are_outputs_of_one_projection, follow
-from attnscale.tracing.lineage import Node, Operation, Reader, Result, moved, opaque, unknown, widened
+from attnscale.tracing.lineage import Node, Operation, Reader, moved, opaque, widened
 from attnscale.tracing.roles import (
     Exponentials,
     ExponentialSum,
@@ -76,10 +76,10 @@ def _exponential(op: Operation) -> Node:
     return node
 
 
-def _sum(op: Operation) -> Result:
+def read_sum(op: Operation) -> Node:
     """Read the sum of exponentials over one axis, or a logsumexp of scores."""
     result, role, axes = arithmetic.reduced(op), op.node().role, arithmetic.reduced_axes(op)
-    if len(axes) != 1 or not isinstance(result, Node):
+    if len(axes) != 1:
         return result
     if op.name == "sum" and isinstance(role, Exponentials):
         result.role = ExponentialSum(role.of, axes[0], role.exponent)
@@ -88,20 +88,18 @@ def _sum(op: Operation) -> Result:
     return result
 
 
-def _log(op: Operation) -> Result:
+def _log(op: Operation) -> Node:
     role = _sum_at(op, 0, "sum")
-    return unknown(op) if role is None else _of_sum(op, ExponentialSum(role.of, role.axis, form="log"))
+    if role is None:
+        return opaque(op)
+    return Node(op.shape, learned=True, role=ExponentialSum(role.of, role.axis, form="log"))
 
 
-def _inverse(op: Operation) -> Result:
+def _inverse(op: Operation) -> Node:
     role = _sum_at(op, 0, "sum")
     if role is None or (op.name == "pow" and op.args[1] != -1):
-        return unknown(op)
-    return _of_sum(op, ExponentialSum(role.of, role.axis, role.exponent, "inverse"))
-
-
-def _of_sum(op: Operation, role: ExponentialSum) -> Node:
-    return Node(op.shape, learned=True, role=role)
+        return opaque(op)
+    return Node(op.shape, learned=True, role=ExponentialSum(role.of, role.axis, role.exponent, "inverse"))
 
 
 def _sum_at(op: Operation, side: int, form: str) -> ExponentialSum | None:
@@ -199,9 +197,9 @@ READERS: dict[str, Reader] = {
     "_log_softmax": _log_softmax,
     "exp": _exponential,
     "exp2": _exponential,
-    "sum": _sum,
+    "sum": read_sum,
     "log": _log,
-    "logsumexp": _sum,
+    "logsumexp": read_sum,
     "reciprocal": _inverse,
     "pow": _inverse,
     "add": _add_maximum,

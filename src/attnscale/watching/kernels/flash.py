@@ -6,10 +6,7 @@ They cover flash-attn, torch.nn.attention.varlen, and the kernels that SDPA runs
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from attnscale.tracing.coordinates import sliced, transposed
-from attnscale.tracing.lineage import Lineage, Node, moved
+from attnscale.tracing.lineage import Lineage, Node, view_of
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall
 
@@ -72,13 +69,11 @@ def _flash_kernel(args: dict[str, Any], query: Node, key: Node, value: Node) -> 
 
 def _part(node: Node, part: slice) -> Node:
     """Return one of the packed sequences, as a batch of one."""
-    back = sliced(0, part.start)
-    return moved(node, (1, part.stop - part.start, *node.shape[1:]), lambda points: back(points[:, 1:]))
+    return view_of(view_of(node, "slice", 0, part.start, part.stop), "unsqueeze", 0)
 
 
 def _turned(node: Node) -> Node:
-    batch, length, heads, width = node.shape
-    return moved(node, (batch, heads, length, width), transposed(4, 1, 2))
+    return view_of(node, "transpose", 1, 2)
 
 
 def _visibility(args: dict[str, Any]) -> Visibility:
@@ -116,4 +111,4 @@ def _are_alike(args: dict[str, Any], starts: list[Any]) -> bool:
 
 
 def _squeezed(node: Node) -> Node:
-    return moved(node, node.shape[1:], lambda points: np.pad(points, ((0, 0), (1, 0))))
+    return view_of(node, "select", 0, 0)
