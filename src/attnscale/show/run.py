@@ -12,8 +12,7 @@ from attnscale.plain import counted, printable
 from attnscale.show.tables import run_table, table_of
 from attnscale.show.terminal import STYLES, print_group, print_table, say
 from attnscale.show.text import number
-from attnscale.train.log import LoggedRun
-from attnscale.train.run import Run
+from attnscale.train.run import LoggedRun, Run
 
 LISTED = 20  # most runs of a log to list
 LAST, FIRST = EXPLODING[0][0], EXPLODING[-1][0]  # published thresholds
@@ -48,7 +47,7 @@ def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
             str(entry.number),
             entry.name or "–",
             datetime.fromtimestamp(entry.began, UTC).strftime("%Y-%m-%d %H:%M"),
-            *map(str, (entry.steps[0], entry.steps[-1], entry.records)),
+            *map(str, (entry.steps[0], entry.steps[-1], len(entry.steps))),
         )
         for entry in runs[-LISTED:]
     ]
