@@ -24,7 +24,7 @@ from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, S
 from attnscale.measure.stats import ScoreStats
 from attnscale.results import PlottedResult
 from attnscale.train.history import History
-from attnscale.train.ranks import Learned, Merged, Moment, Ranks
+from attnscale.train.ranks import Learned, Merged, Ranks
 from attnscale.train.record import Record, new_name
 from attnscale.train.sampling import Clipped, Clips, Sampling
 from attnscale.train.sinks import Sink, sink_from
@@ -181,9 +181,10 @@ class Monitor(PlottedResult):
         self._watch = watch
 
     @property
-    def _moment(self) -> Moment:
-        """Identity of the step, for other ranks."""
-        return Moment(self._resumed, self.steps)
+    def _moment(self) -> str:
+        """Text of the present step, which tells it from steps of other ranks that were resumed otherwise."""
+        resumed = f" of a run resumed {self._resumed} times" if self._resumed else ""
+        return f"step {self.steps}{resumed}"
 
     def end(self) -> None:
         """End a training step."""
