@@ -19,9 +19,9 @@ HEADS, DIM, LENGTH, BATCH = 2, 12, 11, 3
 class Attention(nn.Module):
     """Its output is that of the attention alone; `multiplier` is what the scores are multiplied by."""
 
-    def __init__(self, kv_heads=HEADS):
+    def __init__(self, attend, kv_heads=HEADS):
         super().__init__()
-        self.kv_heads, self.multiplier = kv_heads, DIM**-0.5
+        self.attend, self.kv_heads, self.multiplier = attend, kv_heads, DIM**-0.5
         self.query = nn.Linear(HEADS * DIM, HEADS * DIM)
         self.key, self.value = (nn.Linear(HEADS * DIM, kv_heads * DIM) for _ in range(2))
         self.pairs, self.bias = nn.Linear(5, HEADS * DIM), nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH))
@@ -32,97 +32,75 @@ class Attention(nn.Module):
     def scores(self, query, key):
         return query * self.multiplier @ key.mT
 
+    def sdpa(self, query, key, value, **options):
+        return F.scaled_dot_product_attention(query, key, value, scale=self.multiplier, **options)
+
+    def forward(self, x):
+        return self.attend(self, *self.project(x))
+
 
 def hidden_keys():
     return torch.arange(LENGTH) >= torch.tensor([LENGTH, 7, 4])[:, None, None, None]
 
 
-class Fused(Attention):
-    def forward(self, x):
-        return F.scaled_dot_product_attention(*self.project(x), scale=self.multiplier, is_causal=True)
+def grouped(model, query, key, value):
+    return model.sdpa(query, key, value, enable_gqa=True)
 
 
-class Grouped(Attention):
-    def __init__(self):
-        super().__init__(kv_heads=1)
-
-    def forward(self, x):
-        return F.scaled_dot_product_attention(*self.project(x), scale=self.multiplier, enable_gqa=True)
+def padded(model, query, key, value):
+    return model.sdpa(query, key, value, attn_mask=~hidden_keys())
 
 
-class Padded(Attention):
-    def forward(self, x):
-        return F.scaled_dot_product_attention(*self.project(x), attn_mask=~hidden_keys(), scale=self.multiplier)
+def biased(model, query, key, value):
+    return model.sdpa(query, key, value, attn_mask=model.bias)
 
 
-class Biased(Attention):
-    def forward(self, x):
-        return F.scaled_dot_product_attention(*self.project(x), attn_mask=self.bias, scale=self.multiplier)
+def cached(model, query, key, value):
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[-4:]
+    return model.sdpa(query[:, :, -4:], key, value, attn_mask=mask)
 
 
-class Cached(Attention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[-4:]
-        return F.scaled_dot_product_attention(query[:, :, -4:], key, value, attn_mask=mask, scale=self.multiplier)
+def written(model, query, key, value):
+    return (model.scores(query, key) + model.bias).masked_fill(hidden_keys(), -torch.inf).softmax(-1) @ value
 
 
-class Written(Attention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        scores = (self.scores(query, key) + self.bias).masked_fill(hidden_keys(), -torch.inf)
-        return scores.softmax(-1) @ value
+def capped(model, query, key, value):
+    return (2.0 * torch.tanh(model.scores(query, key) / 2.0)).softmax(-1) @ value
 
 
-class Capped(Attention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return (2.0 * torch.tanh(self.scores(query, key) / 2.0)).softmax(-1) @ value
-
-
-class Turned(Attention):
+def turned(model, query, key, value):
     """Keys stand left of the queries, values left of the weights."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        weights = (key @ (self.multiplier * query).mT).softmax(-2)
-        return (value.mT @ weights).mT
+    return (value.mT @ (key @ (model.multiplier * query).mT).softmax(-2)).mT
 
 
-class Sunk(Attention):
+def sunk(model, query, key, value):
     """A score of no key's takes part in the softmax."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        sink = torch.full((BATCH, HEADS, LENGTH, 1), 0.7)
-        return torch.cat([self.scores(query, key), sink], -1).softmax(-1)[..., :-1] @ value
+    sink = torch.full((BATCH, HEADS, LENGTH, 1), 0.7)
+    return torch.cat([model.scores(query, key), sink], -1).softmax(-1)[..., :-1] @ value
 
 
-class ByPair(Attention):
+def by_pair(model, query, key, value):
     """A key for each pair of positions."""
-
-    def forward(self, x):
-        query, key, value = self.project(x)
-        place = torch.arange(LENGTH).float()
-        apart = ((place[:, None] - place)[..., None] * torch.arange(1, 6) / 7).sin()
-        pairs = self.pairs(apart).unflatten(-1, (HEADS, DIM)).permute(2, 0, 1, 3)
-        keys = key.unsqueeze(2) + pairs
-        scores = (query.unsqueeze(-2) * self.multiplier @ keys.mT).squeeze(-2)
-        return scores.softmax(-1) @ value
+    place = torch.arange(LENGTH).float()
+    apart = ((place[:, None] - place)[..., None] * torch.arange(1, 6) / 7).sin()
+    keys = key.unsqueeze(2) + model.pairs(apart).unflatten(-1, (HEADS, DIM)).permute(2, 0, 1, 3)
+    return (query.unsqueeze(-2) * model.multiplier @ keys.mT).squeeze(-2).softmax(-1) @ value
 
 
-class Twice(Attention):
-    def forward(self, x):
-        first = Fused.forward(self, x)
-        return torch.cat([first, Fused.forward(self, 2 * x[:2])])
+def twice(model, query, key, value):
+    again = model.sdpa(query[:2], key[:2], value[:2], is_causal=True)
+    return torch.cat([model.sdpa(query, key, value, is_causal=True), again])
 
 
-ALL = (Fused, Grouped, Padded, Biased, Cached, Written, Capped, Turned, Sunk, ByPair, Twice)
+def pooled(model, query, key, value):
+    """Its values cannot be read."""
+    return (model.scores(query, key).softmax(-1).unsqueeze(-1) * value.unsqueeze(2)).sum(-2)
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_current_weights_and_change_are_those_of_the_model(kind):
-    model, x = kind().eval(), 2 * torch.randn(BATCH, LENGTH, HEADS * DIM)
+@pytest.mark.parametrize("attend", [grouped, padded, biased, cached, written, capped, turned, sunk, by_pair, twice])
+def test_current_weights_and_change_are_those_of_the_model(attend):
+    model = Attention(attend, kv_heads=1 if attend is grouped else HEADS).eval()
+    x = 2 * torch.randn(BATCH, LENGTH, HEADS * DIM)
     audit = attnscale.audit(model, x)
     (name,) = audit.layers
     layer, half = audit.layers[name], model.multiplier / 2
@@ -138,11 +116,10 @@ def test_current_weights_and_change_are_those_of_the_model(kind):
     other.multiplier = half
     with torch.no_grad():
         before, after = model(x), other(x)
-    if kind in (Padded, Written):  # queries of padding do not count
+        output, (_, _, value) = before[0], model.project(x)
+    if attend in (padded, written):  # queries of padding do not count
         before, after = (each * ~hidden_keys().mT for each in (before, after))
     assert table["half"].output_change == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
-    with torch.no_grad():
-        output, (_, _, value) = model(x)[0], model.project(x)
     for head in range(HEADS):
         weights, met = layer.weights(head), value[0, min(head, model.kv_heads - 1)]
         expected = output[head, : len(weights)]  # one query, where each has keys of its own
@@ -150,19 +127,17 @@ def test_current_weights_and_change_are_those_of_the_model(kind):
 
 
 def test_the_change_of_an_output_that_is_not_known_is_not_told():
-    class Pooled(Attention):
-        def forward(self, x):
-            query, key, value = self.project(x)
-            return (self.scores(query, key).softmax(-1).unsqueeze(-1) * value.unsqueeze(2)).sum(-2)
-
-    audit = attnscale.audit(Pooled(), torch.randn(BATCH, LENGTH, HEADS * DIM))
-    table = audit.what_if(next(iter(audit.layers)))
+    audit = attnscale.audit(Attention(pooled), torch.randn(BATCH, LENGTH, HEADS * DIM))
+    (name,) = audit.layers
+    table = audit.what_if(name)
     assert math.isnan(table["unscaled"].output_change)
     assert "–" in str(table)
+    with pytest.raises(SettingError, match=f"Expected one of: {name}"):
+        audit.what_if("blocks.1")
 
 
 def test_weights_are_not_shown_where_nothing_was_kept():
-    with attnscale.watch(model := Fused()) as seen:
+    with attnscale.watch(model := Attention(capped)) as seen:
         model(torch.randn(BATCH, LENGTH, HEADS * DIM))
     (layer,) = seen.layers.values()
     with pytest.raises(SettingError, match="keep=True"):
