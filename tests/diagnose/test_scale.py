@@ -14,7 +14,6 @@ from attnscale.diagnose.scale import scale_findings
 from .layers import codes, configured, in_half, layer_of, random_layer
 
 DIMS = st.integers(2, 160)
-HEADS = st.integers(2, 7)
 
 
 def found(layer, trained=False):
@@ -26,7 +25,7 @@ def test_the_usual_scale_gets_nothing_and_a_percent_is_measurement(heads, head_d
     assert found(random_layer(heads, head_dim, length=5, batch=1, scale=head_dim**-0.5 * (1 + off))) == []
 
 
-@given(heads=HEADS, head_dim=st.integers(3, 160))
+@given(heads=st.integers(2, 7), head_dim=st.integers(3, 160))
 def test_the_three_classic_mistakes_are_told_apart_at_any_width(heads, head_dim):
     width = heads * head_dim
     for scale, dims, code in (
@@ -74,15 +73,19 @@ IGNORED = declaring(0.1, "attention.softmax_scale", Authority.NAMED)
         (dict(scale=0.0), "unusual_scale", "does not depend on q·k"),
         *((dict(scale=scale, normalised=True), None, "") for scale in (1.0, 10.0, 0.5)),
         (dict(bias_is_scaled=True), "unusual_scale", "position bias"),
-        # after the softmax
+        (dict(scale=[0.2, 0.3, 0.4]), "unusual_scale", "Each head has its own scale"),
+        # after the softmax, or over another axis
         *((dict(scale=1.0, factor_after_softmax=each), "scale_after_softmax", "") for each in (11**-0.5, 1 / 11, 0.2)),
         *((dict(factor_after_softmax=factor), None, "") for factor in (0.5, 1 / 0.9, 2.0)),
+        (dict(mixes_along_softmax=False), "softmax_wrong_axis", ""),
     ],
 )
 def test_a_multiplier_is_judged_by_what_was_declared_and_published(layer, code, words):
-    findings = list(scale_findings(random_layer(**layer), trained=False))
-    assert codes(findings) == ([code] if code else [])
-    assert all(words in finding.message for finding in findings)
+    made = random_layer(**layer)
+    assert found(made) == ([code] if code else [])
+    assert all(words in finding.message for finding in scale_findings(made, trained=False))
+    for finding in diagnose({"a": made}, trained=False).findings:  # every message and every advice is a sentence
+        assert (finding.message[0].isupper(), finding.message[-1], finding.advice[-1]) == (True, ".", ".")
 
 
 def test_severity_and_numbers_are_given_with_the_finding():
@@ -92,16 +95,14 @@ def test_severity_and_numbers_are_given_with_the_finding():
         assert (finding.measured, finding.expected, finding.head, finding.severity) == (1.0, 0.25, None, severity)
     layer.scales[1] = math.nan  # not measured
     assert found(layer) == ["unscaled"]
-    (finding,) = scale_findings(random_layer(heads=3, scale=[0.2, 0.31, 0.44]), trained=True)
-    assert (finding.code, finding.severity) == ("unusual_scale", "note")  # a temperature for each head
-    (finding,) = scale_findings(random_layer(mixes_along_softmax=False), trained=True)
-    assert (finding.code, finding.severity) == ("softmax_wrong_axis", "error")
+    for options, severity in ((dict(scale=[0.2, 0.31, 0.44]), "note"), (dict(mixes_along_softmax=False), "error")):
+        (finding,) = scale_findings(random_layer(heads=3, **options), trained=True)
+        assert finding.severity == severity
 
 
 def test_half_precision_is_measured_to_two_percent():
     layer = random_layer(head_dim=32, scale=32**-0.5 * 1.015)
-    assert found(layer) == ["unusual_scale"]
-    assert found(in_half(layer)) == []
+    assert (found(layer), found(in_half(layer))) == (["unusual_scale"], [])
 
 
 @given(head_dim=DIMS, gain=st.floats(0.1, 3.0))
@@ -113,26 +114,11 @@ def test_a_scale_folded_into_the_query_is_told_from_one_that_is_missing(head_dim
     assert found(folded) == [] or head_dim < 8
 
 
-@pytest.mark.parametrize("d_model", [16, 64, 256])
-@pytest.mark.parametrize("head_dim", [2, 8, 16])
+@pytest.mark.parametrize("d_model", [16, 256])
+@pytest.mark.parametrize("head_dim", [2, 16])
 def test_no_scale_after_torchs_own_initialisation_is_a_mistake(d_model, head_dim):
     x = torch.nn.functional.layer_norm(torch.randn(3, 17, d_model), (d_model,))
     query, key = (
         torch.nn.Linear(d_model, d_model)(x).unflatten(-1, (-1, head_dim)).transpose(1, 2).detach() for _ in range(2)
     )
     assert found(layer_of(query, key, 1.0)) == ["unscaled"]
-
-
-def test_every_message_and_every_advice_is_a_sentence():
-    options = (
-        dict(scale=1.0), dict(scale=1 / 11), dict(scale=33**-0.5), dict(scale=0.1), dict(scale=0.0),
-        dict(scale=[0.2, 0.3, 0.4]), dict(declared=configured(0.1)), dict(mixes_along_softmax=False),
-        dict(bias_is_scaled=True), dict(scale=1.0, factor_after_softmax=0.3), dict(query_std=40.0),
-    )  # fmt: skip
-    for each in options:
-        findings = diagnose({"a": random_layer(**each)}, trained=False).findings
-        assert findings
-        for finding in findings:
-            assert finding.message.endswith(".")
-            assert finding.advice.endswith(".")
-            assert finding.message[0].isupper()
