@@ -11,7 +11,6 @@ from attnscale import Monitor
 from attnscale.diagnose import Finding
 from attnscale.errors import SettingError
 from attnscale.measure.statistics import logged
-from attnscale.show.live_table import LiveTable
 from attnscale.train import LayerRecord, Record, read_log
 from attnscale.train.sinks import SINKS, TensorBoard, WeightsAndBiases, scalars, sink_from
 
@@ -58,18 +57,24 @@ def mlflow(monkeypatch):
     return stand_in
 
 
+@pytest.mark.parametrize(
+    ("name", "start"), [("wandb", r"call wandb\.init\(\)"), ("mlflow", r"call mlflow\.start_run\(\)")]
+)
+def test_a_tool_needs_its_package_and_an_open_run(name, start, wandb, mlflow, monkeypatch):
+    with pytest.raises(SettingError, match=f"{start} before training"):
+        sink_from(name)(record())
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SettingError, match=f"pip install {name}"):
+        sink_from(name)
+
+
 def test_wandb_gets_curves_over_a_step_of_their_own_and_alerts(wandb):
-    sink = sink_from("wandb")
-    with pytest.raises(SettingError, match=r"call wandb\.init\(\) before training"):
-        sink(record())
     wandb.run = WandbRun()
-    sink(record())
+    sink_from("wandb")(record())
     (row,) = wandb.run.finish()
-    assert row["attnscale/step"] == 50
-    assert row["attnscale_max/blocks.0"] == 1500.0
-    assert wandb.run.metrics == dict.fromkeys(("attnscale/*", "attnscale_*"), "attnscale/step") | {
-        "attnscale/step": None
-    }
+    assert (row["attnscale/step"], row["attnscale_max/blocks.0"]) == (50, 1500.0)
+    curves = dict.fromkeys(("attnscale/*", "attnscale_*"), "attnscale/step")
+    assert wandb.run.metrics == curves | {"attnscale/step": None}
     assert [title for title, _ in wandb.run.alerts] == ["attnscale: exploding in blocks.0, head 1"]
 
 
@@ -104,8 +109,6 @@ def test_wandb_loses_no_record_and_nothing_of_the_loop_however_that_logs(wandb, 
 
 def test_mlflow_gets_points_at_their_step_under_names_that_it_takes(mlflow, tmp_path):
     sinks = [sink_from("mlflow"), sink_from(tmp_path / "scores.jsonl")]
-    with pytest.raises(SettingError, match=r"call mlflow\.start_run\(\) before training"):
-        sinks[0](record())
     mlflow.start_run()
     for step in (0, 50):
         for sink in sinks:
@@ -150,58 +153,38 @@ def test_each_head_has_a_curve_where_that_is_asked_for(wandb, tmp_path):
         assert found.Scalars(f"attnscale_max/blocks.0/head_{head}")[0].value == value
 
 
-@pytest.mark.parametrize("tool", ["mlflow", "wandb"])
-def test_a_tool_that_is_not_installed_is_one_sentence(tool, monkeypatch):
-    monkeypatch.setitem(sys.modules, tool, None)
-    with pytest.raises(SettingError, match=f"pip install {tool}"):
-        sink_from(tool)
-
-
-@pytest.fixture
-def screen(capsys, monkeypatch):
-    """What a terminal of 80 columns and no colours was sent."""
+def test_the_table_shows_layers_and_alarms(capsys, monkeypatch):
     for name, value in {"COLUMNS": "80", "FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
-    return lambda: capsys.readouterr().out
-
-
-def test_the_table_shows_layers_and_alarms(screen):
-    table = LiveTable()
+    table = sink_from("table")
     table(record())
     table.close()
-    drawn = screen()
-    assert "step 50" in drawn
-    assert "1,500" in drawn
-    assert "blocks.0, head 1: The largest score is 1500." in drawn
-    LiveTable()(record(rank=3))  # of ranks that are not merged, the first alone
-    assert screen() == ""
-    assert isinstance(sink_from("table"), LiveTable)
+    drawn = capsys.readouterr().out
+    assert all(text in drawn for text in ("step 50", "1,500", "blocks.0, head 1: The largest score is 1500."))
+    sink_from("table")(record(rank=3))  # of ranks that are not merged, the first alone
+    assert capsys.readouterr().out == ""
 
 
-COMET = """
 class Comet:
-    written = []
+    """A sink that somebody adds."""
 
     def __init__(self, experiment):
-        self.experiment = experiment
+        self.experiment, self.written = experiment, []
 
     def __call__(self, record):
-        self.written.append((self.experiment, record.step))
-"""
+        self.written.append(record.step)
 
 
-def test_a_new_sink_is_one_file_and_one_line(tmp_path, monkeypatch):
-    (tmp_path / "sink_for_comet.py").write_text(COMET, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(SINKS, "comet:EXPERIMENT", "sink_for_comet:Comet")
-    model = small_model()
-    monitor = Monitor(model, sinks=["comet:first"])
-    loss_of(model, batch()).backward()
+def test_a_new_sink_is_one_class_and_one_line(monkeypatch):
+    monkeypatch.setitem(SINKS, "comet:EXPERIMENT", f"{__name__}:Comet")
+    monitor = Monitor(small_model(), sinks=["comet:first"])
+    loss_of(monitor.model, batch()).backward()
     monitor.step()
     monitor.close()
-    assert monitor.sinks[0].written == [("first", 0)]
+    (sink,) = monitor.sinks
+    assert (sink.experiment, sink.written) == ("first", [0])
     with pytest.raises(SettingError, match=r"'table', 'comet:EXPERIMENT', or any callable, got 'comet'\."):
-        Monitor(model, sinks=["comet"])
+        Monitor(monitor.model, sinks=["comet"])
 
 
 @pytest.mark.parametrize("given", ["wandb:project", "table:wide", "tensorboard:", "tensorboard", "scores.csv", "x:y"])
