@@ -3,7 +3,6 @@
 import importlib
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,15 +33,6 @@ def test_the_recorded_runs_have_their_alarm_in_time_and_the_guide_shows_them(ben
     assert len(found["healthy"]) == 24
     assert not any(run["alarms"] for run in found["healthy"])
     assert benchmark.table(found) in GUIDE.read_text(encoding="utf-8")
-
-
-def test_a_missing_scale_is_an_alarm_at_the_first_step_and_a_healthy_start_is_none(benchmark):
-    text = encode(default_text())
-    bug = next(bug for bug in benchmark.BUGS if bug.name == "no scale")
-    short = replace(bug.case, steps=8)
-    _, alarms = benchmark.train(short, 0, text, bug.spoil)
-    assert {(step, code) for step, code, _ in alarms} == {(0, "unscaled")}
-    assert benchmark.train(short, 0, text)[1] == []
 
 
 @pytest.mark.slow
