@@ -42,14 +42,6 @@ def additive(model, query, key, value):
     return energy.softmax(-1) @ value
 
 
-def sparsemax(model, query, key, value):
-    scores = query @ key.mT / 22**0.5
-    ordered = scores.sort(-1, descending=True).values
-    excess, count = ordered.cumsum(-1) - 1, torch.arange(1, scores.shape[-1] + 1)
-    support = (count * ordered > excess).sum(-1, keepdim=True)
-    return (scores - excess.gather(-1, support - 1) / support).clamp(min=0) @ value
-
-
 def online_softmax(model, query, key, value):
     """Flash attention by hand: keys in blocks, a running maximum and a running sum."""
     top = torch.full((*query.shape[:2], 1), -torch.inf)
@@ -62,12 +54,7 @@ def online_softmax(model, query, key, value):
     return mixed / total
 
 
-def retention(model, query, key, value):
-    place = torch.arange(query.shape[1])
-    return (query @ key.mT * 0.9 ** (place[:, None] - place).clamp(min=0)).tril() @ value
-
-
-@pytest.mark.parametrize("attend", [linear, sigmoid, additive, sparsemax, online_softmax, retention])
+@pytest.mark.parametrize("attend", [linear, sigmoid, additive, online_softmax])
 def test_attention_that_cannot_be_read_is_a_result_that_says_so(attend):
     found = audit(Attention(attend), torch.randn(2, 13, 22))
     assert (found.layers, found.findings, found.worst) == ({}, [], None)

@@ -63,24 +63,19 @@ def test_clipping_needs_not_wait_for_the_record(run):
     assert max(layer.whole("max") for layer in monitor.last.layers.values()) == pytest.approx(largest)
 
 
-def test_the_numbers_and_the_step_are_those_of_the_sampled_step(busy):
-    def trained(late):
-        model, records = small_model(), []
-        monitor = Monitor(model, every=1, rows=None, sinks=[records.append])
-        for step in range(3):
-            loss_of(model, batch(4, step)).backward()
-            monitor.step()
-            assert len(records) == (step if late else step + 1)
-            if not late:
-                assert monitor.last is records[-1]
-        monitor.close()
-        return records
-
-    late = trained(late=True)
-    PendingTallies.has_arrived = True
-    assert [(record.step, record.layers) for record in late] == [
-        (record.step, record.layers) for record in trained(late=False)
-    ]
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_record_is_of_the_sampled_step_whether_it_is_late_or_not(is_late, monkeypatch):
+    monkeypatch.setattr(PendingTallies, "has_arrived", not is_late)
+    model, records, largest = small_model(), [], []
+    monitor = Monitor(model, every=1, rows=None, sinks=[records.append])
+    for step in range(3):
+        loss_of(model, batch(4, step)).backward()
+        monitor.step()
+        assert len(records) == step + (not is_late)
+        largest.append(max(float(layer.stats.max.max()) for layer in monitor.layers.values()))
+    monitor.close()
+    recorded = [max(layer.whole("max") for layer in record.layers.values()) for record in records]
+    assert ([record.step for record in records], recorded) == ([0, 1, 2], pytest.approx(largest))
 
 
 ENDS_EARLY = """
