@@ -11,20 +11,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from attnscale import Monitor
-from attnscale.diagnose.alarm import Thresholds
+from attnscale.diagnose import Thresholds, is_trained
 from attnscale.errors import LostRankWarning
 from attnscale.plain import plain
+from tests.zoo.entry import Block, SelfAttention
 
-from .training import batch, loss_of, small_model
+from .training import LENGTH, batch, loss_of, small_model
 
 BATCH, STEPS, TIMEOUT = 8, 3, 5.0
 MONITORS = 6
+WIDTH, HEADS = 24, 3  # of the model of training stacks
 APART = 7, 2.0  # steps, and the time-out, of ranks that fall out of step
 
 
@@ -206,3 +211,49 @@ def left_behind():
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     threads = next(line for line in status.splitlines() if line.startswith("Threads:"))
     return [len(os.listdir("/proc/self/fd")), int(threads.split()[1]), threading.active_count()]
+
+
+class Attention(SelfAttention):
+    def forward(self, x):
+        return self.merge(F.scaled_dot_product_attention(*self.project(x)))
+
+
+def biased_model(has_norm=True):
+    """Attention whose projections have biases, with a norm before it or none."""
+    torch.manual_seed(0)
+    blocks = [Block(WIDTH, Attention(WIDTH, HEADS)) for _ in range(2)]
+    for block in blocks:
+        block.norm = block.norm if has_norm else nn.Identity()
+    return nn.Sequential(*blocks)
+
+
+def inputs():
+    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def train_stack(model, monitor, world=1, rank=0):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(STEPS):
+        loss = model(inputs().chunk(world)[rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step(loss=loss)
+    monitor.close()
+
+
+def fsdp1(rank, world, folder, use_orig_params, has_norm):
+    begin(rank, world, folder)
+    model = FullyShardedDataParallel(
+        biased_model(has_norm),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=30)
+        train_stack(model, monitor, world, rank)
+    told = [str(each.message) for each in caught if "attnscale" in type(each.message).__module__]
+    write(folder, f"told{rank}", [told, is_trained(model)])
+    dist.destroy_process_group()
