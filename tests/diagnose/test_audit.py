@@ -166,7 +166,7 @@ class OnlyInTraining(ModeDependent):
         (lambda: Stack(None), batch(requires_grad=True) * 2),  # of a graph: it cannot be copied
     ],
 )
-def test_a_mode_in_which_the_model_was_not_run_is_said(kind, x):
+def test_an_audit_says_in_which_mode_it_could_not_run_the_model(kind, x):
     found = audit(kind(), x)
     assert (found.findings, found.forward_passes) == ([], 1)
     (told,) = found.unchecked

@@ -52,7 +52,7 @@ BENDING = 60.0 - 55.0 * np.exp(-np.arange(32) / 8)  # an exponential through all
         *((50 * np.arange(count), BENDING[:count]) for count in range(4, 33, 4)),
     ],
 )
-def test_what_is_far_below_has_passed_or_does_not_grow_passes_nothing(steps, values):
+def test_values_far_below_past_the_threshold_or_not_growing_have_no_crossing(steps, values):
     assert growth(steps, values).passes(100.0) is None
 
 

@@ -150,7 +150,7 @@ def test_a_wrong_multiplier_is_the_cause_of_dilution():
 
 
 @given(std=st.floats(0.001, 0.4))
-def test_small_weights_are_not(std):
+def test_small_weights_are_not_the_cause_of_dilution(std):
     assert found(random_layer(length=9, batch=1, query_std=std, key_std=std)) == []
 
 

@@ -218,7 +218,7 @@ def test_current_weights_and_change_are_those_of_the_model(attend):
         torch.testing.assert_close(weights[:, : len(met)] @ met, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_change_of_an_output_that_is_not_known_is_not_told():
+def test_the_change_of_an_unknown_output_is_not_shown():
     found = audit(Attention(pooled), torch.randn(BATCH, LENGTH, HEADS * DIM))
     (name,) = found.layers
     table = found.what_if(name)

@@ -114,7 +114,7 @@ def test_the_advice_fits_what_moved_and_what_is_there(moved, advice):
     assert not ("softcap" in moved and "add a soft-cap" in alarm.advice)
 
 
-def test_alarms_that_say_the_same_are_told_once_with_their_layers_and_steps():
+def test_equal_alarms_are_shown_once_with_their_layers_and_steps():
     history, alarms = History(Thresholds()), []
     for step in range(12):
         found = history.add(10 * step, {f"blocks.{index}.attention": layer(4.0 * 2**step) for index in range(3)})
@@ -172,7 +172,7 @@ RUNS = {  # with the rate at which each grows in the end
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_monitor_and_its_log_tell_the_same_growth_of_the_latest_samples(name):
+def test_a_monitor_and_its_log_have_the_same_growth_over_the_latest_samples(name):
     run, rate = RUNS[name]
     history = History(Thresholds())
     for step, largest in run:
@@ -182,7 +182,7 @@ def test_a_monitor_and_its_log_tell_the_same_growth_of_the_latest_samples(name):
     assert summary.growth.rate == pytest.approx(rate, rel=1e-3)
 
 
-def test_what_softmax_feels_is_told_by_the_first_of_the_heads_that_have_a_score():
+def test_the_effective_maximum_is_that_of_the_first_of_the_largest_heads():
     numbers = {"max": [math.nan, 3.0, 5.0, 5.0, 7.0], "max_above_mean": [1.0, 9.0, 4.0, math.nan, 5.0]}
     assert LayerRecord(7, numbers).effective_max == (5.0, 3)
     largest, head = LayerRecord(7, {"max": [float("nan"), math.nan]}).effective_max

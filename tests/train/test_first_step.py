@@ -31,7 +31,7 @@ def inputs():
 
 
 def train(model, steps=4, state=None, **options):
-    """The records, and the state that a monitor leaves."""
+    """Return the records of a run, and the state of its monitor."""
     records = []
     monitor = Monitor(model, every=1, rows=None, sinks=[records.append], **options)
     if state is not None:
@@ -64,7 +64,7 @@ def test_a_scale_that_the_configuration_sets_and_the_code_ignores_is_an_alarm():
     assert (alarm.code, alarm.expected) == ("config_mismatch", 0.05)
 
 
-def test_what_follows_from_a_wrong_scale_is_no_second_alarm():
+def test_a_symptom_of_a_wrong_scale_is_no_second_alarm():
     model = model_of(scale=1.0)
     with torch.no_grad():
         for projection in (model.attention.q_proj, model.attention.k_proj):

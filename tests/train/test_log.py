@@ -34,7 +34,7 @@ def path(tmp_path):
     return tmp_path / "scores.jsonl"
 
 
-def test_what_is_written_is_read_and_each_rank_that_is_not_merged_has_a_file_of_its_own(tmp_path):
+def test_records_are_read_as_written_and_each_unmerged_rank_has_its_own_file(tmp_path):
     path = tmp_path / "new" / "scores.jsonl"
     sink = JsonLines(path)
     for step, rank in ((0, None), (50, 0), (50, 3)):
@@ -113,7 +113,7 @@ def test_a_full_file_is_continued_by_others_that_are_read_in_order_also_when_the
     assert not path.exists()
 
 
-def test_a_full_disk_is_told_once_and_later_records_are_kept(path, monkeypatch):
+def test_a_full_disk_gives_one_warning_and_later_records_are_kept(path, monkeypatch):
     JsonLines(path)(record(0))
     free, plain = [path.stat().st_size + 100], os.write
 
@@ -160,7 +160,7 @@ def test_a_report_takes_less_memory_than_a_tenth_of_what_is_in_the_log(path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with a name")
-def test_what_is_no_log_is_refused_in_one_sentence(path):
+def test_a_path_that_is_no_log_is_refused_in_one_sentence(path):
     os.mkfifo(path.with_name("pipe.jsonl"))
     for name in (path.with_name("pipe.jsonl"), type(path)("/dev/zero"), path.parent):
         with pytest.raises(SettingError, match="it is not a file"):

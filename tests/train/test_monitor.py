@@ -27,7 +27,7 @@ LAYERS = ["blocks.0.attention", "blocks.1.attention"]
 
 
 def hooks(model):
-    """Of every module, and the model's own."""
+    """Return the number of hooks of every module, and of the global ones."""
     own = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
     return own + len(torch_modules._global_forward_hooks) + len(torch_modules._global_forward_pre_hooks)
 

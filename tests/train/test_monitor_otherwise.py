@@ -132,7 +132,7 @@ def test_a_module_that_begins_to_attend_is_told_and_recorded_from_the_next_step_
     assert recorded == true
 
 
-def test_of_modules_that_attend_at_some_steps_alone_two_steps_are_missed_and_then_none():
+def test_a_module_that_attends_at_some_steps_only_is_missed_twice_and_then_never():
     run, missed = Run(), []
     tower = run.model.towers[1]
 
@@ -159,7 +159,7 @@ def test_attention_that_is_missed_seldom_does_not_end_probing():
 
 
 @AGAIN_IN_BACKWARD
-def test_nothing_is_told_where_other_operations_come_and_go_and_all_attention_is_read(again):
+def test_other_operations_that_come_and_go_give_no_warning_and_all_attention_is_read(again):
     run = Run(again)
     run.model.towers[0].then = MORE["beside"]  # always: it is seen by a mode
     run.step()

@@ -12,16 +12,10 @@ import torch
 
 from attnscale import Monitor
 from attnscale.acting import clip_qk_
-from attnscale.declared import Declared
 from attnscale.errors import NotRecordedWarning
-from attnscale.measure import score_stats
-from attnscale.measure.pooled import Table
-from attnscale.measure.stats import ScoreStats, table_of
 from attnscale.train import Record, summarise
 from attnscale.train.sinks import scalars
-from attnscale.train.tally import PendingTallies, records, whole_layers
-from attnscale.watching.gradients import GradientLengths
-from attnscale.watching.layer import Layer
+from attnscale.train.tally import PendingTallies
 
 from .logs import line
 from .test_sinks import record
@@ -56,7 +50,7 @@ def run(busy):
         lambda monitor: monitor.close(),
     ],
 )
-def test_it_is_written_when_the_next_step_is_over_or_when_it_is_asked_for_and_once(run, asks):
+def test_a_late_record_is_written_once_when_the_next_step_ends_or_when_it_is_read(run, asks):
     monitor, records = run
     asks(monitor)
     assert [record.step for record in records] == [0]
@@ -64,14 +58,14 @@ def test_it_is_written_when_the_next_step_is_over_or_when_it_is_asked_for_and_on
     assert len(records) == 1
 
 
-def test_an_exception_in_the_next_step_does_not_lose_it(run):
+def test_an_exception_in_the_next_step_does_not_lose_the_record(run):
     monitor, records = run
     with pytest.raises(ZeroDivisionError), monitor:
         raise ZeroDivisionError
     assert [record.step for record in records] == [0]
 
 
-def test_clipping_needs_not_wait_for_the_record(run):
+def test_clipping_does_not_wait_for_the_record(run):
     monitor, records = run
     largest = max(float(layer.stats.max.max()) for layer in monitor.layers.values())
     assert clip_qk_(monitor.model, monitor, threshold=largest / 2).heads
@@ -107,7 +101,7 @@ raise SystemExit(3)
 """
 
 
-def test_a_process_that_ends_without_closing_its_monitors_writes_it_and_says_nothing():
+def test_a_process_that_ends_without_closing_its_monitors_writes_their_records():
     ended = subprocess.run([sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "step 0\nstep 0\n", "")
 
@@ -121,7 +115,7 @@ def learning():
     monitor.close()
 
 
-def test_they_are_given_with_the_step(learning):
+def test_loss_and_learning_rate_are_given_with_the_step(learning):
     model, monitor, records = learning
     losses = []
     for step in range(3):
@@ -136,7 +130,7 @@ def test_they_are_given_with_the_step(learning):
     assert [found.lr for found in records] == pytest.approx([0.1, 0.1 / 3])
 
 
-def test_or_inside_of_it_where_the_latest_stand_and_are_of_that_step_alone(learning):
+def test_within_a_step_the_latest_loss_and_rate_count_and_for_that_step_only(learning):
     model, monitor, records = learning
     monitor.cancel()
     with monitor:
@@ -149,14 +143,14 @@ def test_or_inside_of_it_where_the_latest_stand_and_are_of_that_step_alone(learn
     assert [(found.loss, found.lr) for found in records] == [(2.0, 0.5), (None, None)]
 
 
-def test_the_loss_of_a_step_that_is_not_sampled_is_not_looked_at(learning):
+def test_the_loss_of_a_step_that_is_not_sampled_is_not_read(learning):
     _, monitor, _ = learning
     monitor.steps = 1
     monitor.cancel()
     monitor.step(loss="which would be no number", lr=0.1)
 
 
-def test_a_log_keeps_them_and_tells_one_that_was_none_from_one_that_was_not_given():
+def test_a_log_distinguishes_a_loss_that_was_nan_from_one_that_was_not_given():
     given = replace(record(), loss=math.nan, lr=3e-4).to_line()
     assert (json.loads(given)["loss"], json.loads(given)["lr"]) == (None, 3e-4)
     found, old = Record.from_line(given), Record.from_line(line().encode())
@@ -164,37 +158,10 @@ def test_a_log_keeps_them_and_tells_one_that_was_none_from_one_that_was_not_give
     assert not {"loss", "lr"} & record().to_dict().keys()
 
 
-def test_sinks_have_them_as_curves_and_a_run_as_a_pair():
+def test_sinks_have_loss_and_rate_as_curves_and_a_run_has_the_first_and_last_loss():
     found = dict(scalars(replace(record(), loss=2.5, lr=math.nan)))
     assert found["attnscale/loss"] == 2.5
     assert "attnscale/lr" not in found
     records = [replace(record(step), loss=loss) for step, loss in ((0, 3.0), (1, None), (2, 2.0))]
     assert summarise(records).losses == (3.0, 2.0)
     assert summarise(records).to_dict()["losses"] == [3.0, 2.0]
-
-
-def _layer(name, heads, pooled, by_kernel, gradients):
-    stats = ScoreStats(heads, exact=True, pool=Table(table_of(pooled)) if by_kernel else pooled)
-    norms = {side: torch.arange(1.0, heads + 1, dtype=torch.float64) for side in ("query_norm", "key_norm")}
-    return Layer(
-        name, "sdpa", heads, heads, 11, (), 5, 7, False, None, stats, torch.full((heads,), 0.3),
-        declared=Declared(), gradients=gradients, **norms,
-    )  # fmt: skip
-
-
-def _records(by_kernel):
-    torch.manual_seed(0)
-    layers = {}
-    for number, heads in enumerate((3, 5, 2)):
-        pooled = score_stats(torch.randn(2, heads, 5, 11), torch.randn(2, heads, 7, 11)).pooled
-        lengths = () if number == 1 else (GradientLengths(torch.rand(heads).double(), torch.rand(heads).double()),)
-        is_table = by_kernel == "all" or (by_kernel == "some" and number == 0)
-        layers[f"layer {number}"] = _layer(f"layer {number}", heads, pooled, is_table, lengths)
-    return records(whole_layers(PendingTallies(layers, 0).tallies()))
-
-
-def test_records_are_the_same_from_the_tables_of_kernels_and_from_rows():
-    plain = _records("none")
-    assert _records("all") == plain == _records("some")
-    assert [len(layer.numbers["max"]) for layer in plain.values()] == [3, 5, 2]
-    assert ["query_gradient" in layer.numbers for layer in plain.values()] == [True, False, True]

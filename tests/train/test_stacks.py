@@ -96,7 +96,7 @@ def test_accelerate_clips_after_each_step_of_the_optimizer_and_none_between(way)
     expected.close()
 
 
-def test_what_takes_no_hook_is_refused_with_the_way_out():
+def test_an_optimizer_without_hooks_is_refused_with_a_remedy():
     clip = QKClip(rank_runs.biased_model())
     with pytest.raises(SettingError, match=r"got object; call step\(\) after its own"):
         clip.attach(object())
