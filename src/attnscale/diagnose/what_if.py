@@ -60,14 +60,9 @@ class Outcome:
 
     def numbers(self) -> tuple[str, ...]:
         """Return the cells of its line, in the order of COLUMNS."""
-        start = readable(self.scale), readable(self.spread), f"{self.entropy:.2f}", f"{100 * self.entropy_ratio:.1f}"
-        return (
-            *start,
-            f"{self.top1:.3f}",
-            f"{self.jacobian_trace:.3f}",
-            readable(self.max),
-            "–" if math.isnan(self.output_change) else f"{self.output_change:.3f}",
-        )
+        cells = [readable(self.scale), readable(self.spread), f"{self.entropy:.2f}", f"{100 * self.entropy_ratio:.1f}"]
+        cells += [f"{self.top1:.3f}", f"{self.jacobian_trace:.3f}", readable(self.max)]
+        return (*cells, "–" if math.isnan(self.output_change) else f"{self.output_change:.3f}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,11 +82,8 @@ class WhatIf(Result):
         return {"rows": [plain(asdict(row)) for row in self.rows]}
 
     def __str__(self) -> str:
-        above, below = zip(
-            *((heading.rpartition("\n")[0], heading.split("\n")[-1]) for heading in COLUMNS), strict=True
-        )
-        headings = [_line("", above), _line("", below)]
-        return "\n".join([*headings, *(_line(row.name, row.numbers()) for row in self.rows)])
+        above, below = zip(*(heading.rpartition("\n")[::2] for heading in COLUMNS), strict=True)
+        return "\n".join([_line("", above), _line("", below), *(_line(row.name, row.numbers()) for row in self.rows)])
 
 
 @torch.no_grad()
@@ -229,8 +221,8 @@ class _Trial:
         gamma = torch.where(largest > CLIP, CLIP / largest, 1.0).view(-1, 1, 1).to(self.query.device)
 
         def clip(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
-            query, key, factor = self._scaled(current)
-            return multiply(query, gamma), key, factor
+            scaled_query, scaled_key, factor = self._scaled(current)
+            return multiply(scaled_query, gamma), scaled_key, factor
 
         found = {name: self._candidate(name) for name in names}
         found |= {f"softcap:{cap:g}": Candidate(current.scale, cap) for cap in SOFTCAPS}
