@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from attnscale import score_stats
 from attnscale.declared import Declared
 from attnscale.train import JsonLines, Record, read_log
-from attnscale.train.ranks import Moment, Ranks
+from attnscale.train.ranks import Ranks
 from attnscale.train.tally import PendingTallies, Tallies, from_bytes, merge, records, to_bytes, whole_layers
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import Layer
@@ -55,7 +55,7 @@ def exchange(rank: int, world: int, store: str, layers: int, heads: int, results
     for step in range(REPEATS):
         dist.barrier()
         start = time.perf_counter()
-        assert ranks.merged(Moment(0, step), own, (None, None)).ranks == world
+        assert ranks.merged(f"step {step}", own, (None, None)).ranks == world
         results.put((rank, time.perf_counter() - start))
     dist.barrier()
 

@@ -9,6 +9,7 @@ from torch import nn
 from attnscale import Monitor, audit, watch
 from attnscale.diagnose import cause
 from attnscale.errors import NotInsideWarning
+from tests.zoo.entry import SelfAttention
 
 from .layers import layer_of, random_layer
 
@@ -42,35 +43,30 @@ def test_unit_components_are_where_they_should_be_and_a_head_has_factors_of_its_
     assert [cause(layer, head).norms for head in (0, 1)] == pytest.approx([1.0, 9.0], rel=0.1)
 
 
-def around(attention):
-    return nn.Sequential(OrderedDict(attention=attention))
-
-
-class Biased(nn.Module):
+class Biased(SelfAttention):
     """Attention with a position bias as large as ALiBi's, by a kernel or written out."""
 
-    def __init__(self, bias, is_written):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(33, 33, bias=False) for _ in range(3))
-        self.bias, self.is_written = bias, is_written
+    bias, is_written = None, False
 
     def forward(self, x):
-        query, key, value = (p(x).unflatten(-1, (3, 11)).transpose(1, 2) for p in (self.query, self.key, self.value))
-        if self.is_written:
-            scores = query @ key.mT * 11**-0.5
-            output = (scores if self.bias is None else scores + self.bias).softmax(-1) @ value
-        else:
-            output = F.scaled_dot_product_attention(query, key, value, attn_mask=self.bias)
-        return output.transpose(1, 2).flatten(2)
+        query, key, value = self.project(x)
+        if not self.is_written:
+            return self.merge(F.scaled_dot_product_attention(query, key, value, attn_mask=self.bias))
+        scores = query @ key.mT * 11**-0.5
+        return self.merge((scores if self.bias is None else scores + self.bias).softmax(-1) @ value)
+
+
+def model_of(attention):
+    return nn.Sequential(OrderedDict(attention=attention))
 
 
 @pytest.mark.parametrize("is_written", [False, True])
 def test_alignment_is_of_queries_and_keys_without_the_bias(is_written):
-    positions = torch.arange(40.0)
-    slopes = (positions - positions[:, None]).expand(1, 3, -1, -1)
-    model, x, records = around(Biased(None, is_written)), torch.randn(2, 40, 33), []
+    positions, records = torch.arange(40.0), []
+    model, x = model_of(Biased(33, 3)), torch.randn(2, 40, 33)
+    model.attention.is_written = is_written
     plain = audit(model, x).layers["attention"].alignment.tolist()
-    model.attention.bias = slopes
+    model.attention.bias = (positions - positions[:, None]).expand(1, 3, -1, -1)
     found = audit(model, x).layers["attention"]
     assert found.wiring.biased
     assert found.alignment.tolist() == pytest.approx(plain, rel=0.02)
@@ -90,19 +86,17 @@ def test_a_cosine_is_never_above_one():
     assert float(layer_of(query, key, causal=True).alignment) == 1.0
 
 
+class AcrossBatch(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.mT).mT
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_a_batch_norm_in_evaluation_is_no_qk_norm(training):
-    class Normed(Biased):
-        def __init__(self):
-            super().__init__(None, False)
-            self.query, self.key = (nn.Sequential(nn.Linear(33, 33), Across(33)) for _ in range(2))
-
-    class Across(nn.BatchNorm1d):
-        def forward(self, x):
-            return super().forward(x.mT).mT
-
-    model = around(Normed()).train(training)
-    with watch(model) as seen:
+    model = model_of(Biased(33, 3))
+    for name in ("q_proj", "k_proj"):
+        setattr(model.attention, name, nn.Sequential(nn.Linear(33, 33), AcrossBatch(33)))
+    with watch(model.train(training)) as seen:
         model(torch.randn(2, 7, 33))
     assert seen.layers["attention"].wiring.normalised is training
     assert seen.layers["attention"].scale_applied == pytest.approx(11**-0.5)

@@ -17,20 +17,21 @@ def causal(length, place):
 
 
 @pytest.mark.parametrize(
-    ("place", "kind", "places"),
+    ("place", "kind", "places", "words"),
     [
-        (lambda row: row, "itself", (0,)),
-        (lambda row: row - 1, "previous token", (-1,)),
-        (lambda row: row - 3, "offset", (-3,)),
-        (lambda row: 0, "sink", (0,)),
-        (lambda row: 5, "sink", (5,)),
-        (lambda row: (row * row * 37 + 11) % 97 % (row + 1), "by content", ()),
+        (lambda row: row, "itself", (0,), "the token itself"),
+        (lambda row: row - 1, "previous token", (-1,), "the token before"),
+        (lambda row: row - 3, "offset", (-3,), "at an offset of -3"),
+        (lambda row: 0, "sink", (0,), "% of its weight is on key 0 for all queries, a sink"),
+        (lambda row: 5, "sink", (5,), "key 5"),
+        (lambda row: (row * row * 37 + 11) % 97 % (row + 1), "by content", (), "no position"),
     ],
 )
-def test_what_a_causal_head_does(place, kind, places):
+def test_the_pattern_of_a_causal_head(place, kind, places, words):
     found = attention_pattern(causal(40, place), causal=True)
     assert (found.kind, found.places) == (kind, places)
     assert 0 <= found.share <= 1
+    assert words in str(found)
 
 
 def test_queries_that_continue_a_cache_count_from_its_end():
@@ -50,20 +51,10 @@ def test_one_token_that_recurs_is_a_separator_and_others_are_a_few_keys():
     assert (found.kind, set(found.places) <= set(SEPARATORS)) == ("separator", True)
 
 
-def test_rows_of_few_keys_say_nothing():
+def test_few_keys_or_one_query_show_no_pattern():
     assert attention_pattern(torch.eye(3)).kind == "by content"
     assert attention_pattern(causal(3, lambda row: 0), causal=True).kind == "by content"
     assert attention_pattern(causal(5, lambda row: row), causal=True).kind == "itself"
-
-
-def test_it_is_told_in_words():
-    assert str(attention_pattern(causal(40, lambda row: 0))).endswith(
-        "% of its weight is on key 0 for all queries, a sink"
-    )
-    assert "token before" in str(attention_pattern(causal(40, lambda row: row - 1)))
-
-
-def test_what_one_query_looks_at_is_no_pattern():
     query, key = torch.randn(1, 1, 1, 11), torch.randn(1, 1, 23, 11)
     assert pattern_of(layer_of(query, key, 50.0), 0) is None
     assert pattern_of(layer_of(query.expand(-1, -1, 5, -1), key, 50.0), 0).kind == "sink"
@@ -90,6 +81,5 @@ class RestsOnSeparators(torch.nn.Module):
 def test_a_finding_says_that_a_head_rests_on_separators_where_the_inputs_are_ids(more):
     tokens = 8 + torch.arange(60)[None] % 11
     tokens[:, SEPARATORS] = 7
-    torch.manual_seed(0)
     (found,) = audit(RestsOnSeparators(), tokens, **more).findings
     assert "on one token that recurs, a separator (keys" in found.message

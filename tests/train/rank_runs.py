@@ -11,26 +11,36 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from attnscale import Monitor
-from attnscale.diagnose.alarm import Thresholds
+from attnscale.diagnose import Thresholds, is_trained
 from attnscale.errors import LostRankWarning
 from attnscale.plain import plain
+from tests.zoo.entry import Block, SelfAttention
 
-from .training import batch, loss_of, small_model
+from .training import LENGTH, batch, loss_of, small_model
 
 BATCH, STEPS, TIMEOUT = 8, 3, 5.0
 MONITORS = 6
+WIDTH, HEADS = 24, 3  # of the model of training stacks
 APART = 7, 2.0  # steps, and the time-out, of ranks that fall out of step
 
 
-def begin(rank, world, store):
+def begin(rank, world, folder, port=None):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    store = f"file://{folder}/store" if port is None else f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+
+
+def write(folder, name, value):
+    Path(f"{folder}/{name}.json").write_text(json.dumps(value), encoding="utf-8")
 
 
 def wait_for(*files):
@@ -49,13 +59,14 @@ def train(model, monitor, tokens_of, steps=STEPS):
     monitor.close()
 
 
-def single(sinks):
-    model = small_model()
-    train(model, Monitor(model, every=1, rows=None, sinks=sinks), lambda step: batch(BATCH, step))
+def single():
+    model, records = small_model(), []
+    train(model, Monitor(model, every=1, rows=None, sinks=[records.append]), lambda step: batch(BATCH, step))
+    return records
 
 
 def data_parallel(rank, world, folder, kind):
-    begin(rank, world, f"{folder}/store")
+    begin(rank, world, folder)
     model = small_model()
     if kind == "ddp":
         model = DistributedDataParallel(model)
@@ -65,12 +76,12 @@ def data_parallel(rank, world, folder, kind):
         fully_shard(model)
     monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=30)
     train(model, monitor, lambda step: batch(BATCH, step).chunk(world)[rank])
-    Path(f"{folder}/last{rank}.json").write_text(json.dumps(monitor.last.to_dict()), encoding="utf-8")
+    write(folder, f"last{rank}", monitor.last.to_dict())
     dist.destroy_process_group()
 
 
 def tensor_parallel(rank, world, folder):
-    begin(rank, world, f"{folder}/store")
+    begin(rank, world, folder)
     mesh = init_device_mesh("cpu", (world,))
     model = small_model(head_dim=8)
     for block in model.blocks:
@@ -84,7 +95,7 @@ def tensor_parallel(rank, world, folder):
 
 def near_a_floor(rank, world, folder):
     """The alarms of sampled rows under floors below and above what they show."""
-    begin(rank, world, f"{folder}/store")
+    begin(rank, world, folder)
     model = small_model()
     tokens = torch.randint(0, 31, (4, 129), generator=torch.Generator().manual_seed(rank))
     alarms = []
@@ -96,27 +107,13 @@ def near_a_floor(rank, world, folder):
         alarms.append([alarm.layer for alarm in monitor.last.alarms])
         errors = plain(monitor.layers["blocks.0.attention"].stats.stderr("jacobian_trace").tolist())
         monitor.close()
-    Path(f"{folder}/found{rank}.json").write_text(json.dumps([*alarms, errors]), encoding="utf-8")
-    dist.destroy_process_group()
-
-
-def one_rank_sees_nothing(rank, world, folder):
-    begin(rank, world, f"{folder}/store")
-    model = small_model()
-    monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=30)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if rank != 1:
-            loss_of(model, batch(BATCH, 0).chunk(world - 1)[rank - (rank > 1)]).backward()
-        monitor.step()
-    monitor.close()
+    write(folder, f"found{rank}", [*alarms, errors])
     dist.destroy_process_group()
 
 
 def one_rank_stops(rank, world, folder, port, how, who):
     """A rank is killed, or stopped, between two steps; the first rank hosts the store by which they met."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    begin(rank, world, folder, port)
     model = small_model()
     monitor = Monitor(model, every=1, rows=8, sinks=[f"{folder}/scores.jsonl"], timeout=TIMEOUT)
     told, seconds = [], []
@@ -136,7 +133,7 @@ def one_rank_stops(rank, world, folder, port, how, who):
             Path(f"{folder}/began{rank}").touch()
             wait_for(*(Path(f"{folder}/began{other}") for other in range(world)))  # they have their answer
     monitor.close()
-    Path(f"{folder}/told{rank}.json").write_text(json.dumps([told, seconds]), encoding="utf-8")
+    write(folder, f"told{rank}", [told, seconds])
     if rank == 0:
         wait_for(*(Path(f"{folder}/told{other}.json") for other in range(world) if other != who))
     os._exit(0)  # a group with a dead member does not shut down
@@ -157,8 +154,7 @@ def skips_a_batch(rank, monitor):
 
 
 def loads_the_state_alone(rank, monitor):
-    state = {"steps": 40, "history": {"series": {}, "began": {}, "standing": []}}
-    run(rank, monitor, lambda step: step == 2 and bool(monitor.load_state_dict(state)))
+    run(rank, monitor, lambda step: step == 2 and bool(monitor.load_state_dict({"steps": 40, "history": {}})))
 
 
 def is_late(rank, monitor):
@@ -187,7 +183,7 @@ CASES = {each.__name__: each for each in (skips_a_batch, loads_the_state_alone, 
 
 
 def everything(rank, world, folder):
-    begin(rank, world, f"{folder}/store")
+    begin(rank, world, folder)
     found = {}
     for name, case in CASES.items():
         records, model = [], small_model()
@@ -199,7 +195,7 @@ def everything(rank, world, folder):
         found[name] = ([(record.step, record.ranks) for record in records], told)
         dist.barrier()
     found["left behind"] = [left_behind() for _ in range(MONITORS)]
-    Path(f"{folder}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    write(folder, rank, found)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -215,3 +211,49 @@ def left_behind():
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     threads = next(line for line in status.splitlines() if line.startswith("Threads:"))
     return [len(os.listdir("/proc/self/fd")), int(threads.split()[1]), threading.active_count()]
+
+
+class Attention(SelfAttention):
+    def forward(self, x):
+        return self.merge(F.scaled_dot_product_attention(*self.project(x)))
+
+
+def biased_model(has_norm=True):
+    """Attention whose projections have biases, with a norm before it or none."""
+    torch.manual_seed(0)
+    blocks = [Block(WIDTH, Attention(WIDTH, HEADS)) for _ in range(2)]
+    for block in blocks:
+        block.norm = block.norm if has_norm else nn.Identity()
+    return nn.Sequential(*blocks)
+
+
+def inputs():
+    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def train_stack(model, monitor, world=1, rank=0):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(STEPS):
+        loss = model(inputs().chunk(world)[rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step(loss=loss)
+    monitor.close()
+
+
+def fsdp1(rank, world, folder, use_orig_params, has_norm):
+    begin(rank, world, folder)
+    model = FullyShardedDataParallel(
+        biased_model(has_norm),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=30)
+        train_stack(model, monitor, world, rank)
+    told = [str(each.message) for each in caught if "attnscale" in type(each.message).__module__]
+    write(folder, f"told{rank}", [told, is_trained(model)])
+    dist.destroy_process_group()

@@ -109,7 +109,7 @@ def test_the_trainers_log_has_the_numbers_of_every_record_at_the_steps_of_its_lo
     assert run.given == [[1, 4, 7], [1, 4, 7], [], 3]  # W&B has them once: from the sink
 
 
-def test_what_it_remembers_survives_resume(tmp_path):
+def test_the_state_of_a_monitor_survives_resume(tmp_path):
     path = tmp_path / "scores.jsonl"
     trainer(tmp_path, ScoreCallback(every=1, sinks=[path])).train()
     again = ScoreCallback(every=1, sinks=[path])
@@ -130,7 +130,7 @@ def test_tensorboard_of_report_to_has_each_point_once_in_one_file_also_of_a_devi
     assert [point.step for point in found.Scalars(f"train/{SPREAD}")] == [1, 4, 7]
 
 
-def test_it_can_be_named_what_is_logged_or_nothing_and_only_the_first_process_logs(tmp_path):
+def test_log_chooses_the_statistics_and_only_the_first_process_logs(tmp_path):
     for log, is_first, expected in ((["max"], True, {LARGEST}), (False, True, set()), (True, False, set())):
         training = trainer(tmp_path, ScoreCallback(log=log), max_steps=1)
         training.is_world_process_zero = lambda is_first=is_first: is_first
@@ -200,7 +200,7 @@ class TestLightning:
         assert found[0] == 6  # all of them
         assert found[6] < 6  # since the log before
 
-    def test_what_it_remembers_survives_resume(self, tmp_path):
+    def test_the_state_of_a_monitor_survives_resume(self, tmp_path):
         path = tmp_path / "scores.jsonl"
         training, _ = fit(tmp_path, LightningScoreCallback(every=1, sinks=[path]), 4)
         training.save_checkpoint(tmp_path / "four.ckpt")

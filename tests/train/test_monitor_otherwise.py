@@ -18,17 +18,15 @@ from ..zoo.entry import SelfAttention
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 7, 3, 11
 LARGER = 13.0  # queries, the second time
-AGAIN = {
+MORE = {  # of attention than was traced
     "beside": lambda q, k, v, out: out + F.scaled_dot_product_attention(LARGER * q, k, v),
     "chained": lambda q, k, v, out: F.scaled_dot_product_attention(LARGER * q, k, out),
     "with other heads": lambda q, k, v, out: out + F.scaled_dot_product_attention(
         LARGER * q[:, :1], k[:, :1], v[:, :1]
     ),
-}  # fmt: skip
-UNSEEN = {
     "detached": lambda q, k, v, out: out + F.scaled_dot_product_attention(LARGER * q, k, v).detach(),
     "dropped": lambda q, k, v, out: (out, F.scaled_dot_product_attention(LARGER * q, k, v))[0],
-}
+}  # fmt: skip
 
 
 class Attends(SelfAttention):
@@ -49,7 +47,7 @@ class Towers(nn.Module):
 
     def __init__(self, again=None):
         super().__init__()
-        self.towers = nn.ModuleList(Attends(HEADS * HEAD_DIM, HEADS) for _ in range(3))
+        self.towers = nn.ModuleList(Attends(HEADS * HEAD_DIM, HEADS) for _ in range(2))
         self.used, self.again, self.factors = (0, 1), again, ()
 
     def forward(self, x):
@@ -96,12 +94,12 @@ AGAIN_IN_BACKWARD = pytest.mark.parametrize(
 
 
 @AGAIN_IN_BACKWARD
-@pytest.mark.parametrize("way", AGAIN)
-def test_a_module_that_attends_twice_at_a_probed_step_is_reported_and_traced_at_the_next(way, again):
+@pytest.mark.parametrize("way", MORE)
+def test_a_module_that_attends_more_than_planned_is_reported_and_traced_at_the_next_step(way, again):
     run = Run(again)
     for _ in range(2):
         run.step()
-    run.model.towers[1].then = AGAIN[way]
+    run.model.towers[1].then = MORE[way]
     layers = run.step(told=r"towers\.1: its attention differs from the trace")
     assert layers["towers.0"].whole("scale_applied") == pytest.approx(HEAD_DIM**-0.5)
     layers = run.step()
@@ -111,28 +109,30 @@ def test_a_module_that_attends_twice_at_a_probed_step_is_reported_and_traced_at_
     assert recorded == true
 
 
-@pytest.mark.parametrize("way", UNSEEN)
-def test_a_module_that_runs_otherwise_than_planned_is_reported_and_traced_at_the_next_step(way):
-    run = Run()
-    run.step()
-    run.model.towers[1].then = UNSEEN[way]
-    run.step(told=r"towers\.1: its attention differs from the trace")
-    run.step()
+def attends_now(run):
+    run.model.towers[1].attends = True
+    return r"towers\.1: it attends now, but did not when the model was traced"
+
+
+def runs_now(run):
+    run.model.used = (0, 1)
+    return r"towers\.1: it did not run when the model was traced"
+
+
+@pytest.mark.parametrize("again", [None, False], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("begin", [attends_now, runs_now])
+def test_a_module_that_begins_to_attend_is_told_and_recorded_from_the_next_step_on(begin, again):
+    run = Run(again)
+    run.model.towers[1].attends, run.model.used = begin is runs_now, (0,) if begin is runs_now else (0, 1)
+    for _ in range(2):
+        assert list(run.step()) == ["towers.0"]
+    run.step(told=begin(run))
+    assert list(run.step()) == ["towers.0", "towers.1"]
     recorded, true = run.largest(1)
     assert recorded == true
 
 
-@pytest.mark.parametrize("again", [None, False], ids=["plain", "checkpointed"])
-def test_a_module_that_begins_to_attend_is_told_and_recorded_from_the_next_step_on(again):
-    run = Run(again)
-    run.model.towers[1].attends = False
-    assert list(run.step()) == ["towers.0"]
-    run.model.towers[1].attends = True
-    run.step(told=r"towers\.1: it attends now, but did not when the model was traced")
-    assert list(run.step()) == ["towers.0", "towers.1"]
-
-
-def test_of_modules_that_attend_at_some_steps_alone_two_steps_are_missed_and_then_none():
+def test_a_module_that_attends_at_some_steps_only_is_missed_twice_and_then_never():
     run, missed = Run(), []
     tower = run.model.towers[1]
 
@@ -158,21 +158,10 @@ def test_attention_that_is_missed_seldom_does_not_end_probing():
     assert missed == [39, 79, 119]  # a traced step would have it
 
 
-def test_a_module_that_ran_at_no_step_before_is_reported_and_recorded_from_the_next_on():
-    run = Run()
-    for _ in range(2):
-        run.step()
-    run.model.used = (0, 1, 2)
-    run.step(told=r"towers\.2: it did not run when the model was traced")
-    assert list(run.step()) == ["towers.0", "towers.1", "towers.2"]
-    recorded, true = run.largest(2)
-    assert recorded == true
-
-
 @AGAIN_IN_BACKWARD
-def test_nothing_is_told_where_other_operations_come_and_go_and_all_attention_is_read(again):
+def test_other_operations_that_come_and_go_give_no_warning_and_all_attention_is_read(again):
     run = Run(again)
-    run.model.towers[0].then = AGAIN["beside"]  # always: it is seen by a mode
+    run.model.towers[0].then = MORE["beside"]  # always: it is seen by a mode
     run.step()
     for run.model.factors in ((), (2.0,), (2.0, 3.0), ()):
         layers = run.step()

@@ -21,10 +21,8 @@ def spawn(run, world, folder, *more):
     return read_log(folder / "scores.jsonl").records
 
 
-def single():
-    records = []
-    rank_runs.single([records.append])
-    return records
+def read(folder, name):
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def assert_same(found, expected, rel=1e-4):
@@ -36,10 +34,7 @@ def assert_same(found, expected, rel=1e-4):
             assert left.layers[name].rows == layer.rows
             assert left.layers[name].numbers.keys() == layer.numbers.keys() >= HAD
             for number in HAD:
-                assert left.layers[name].numbers[number] == pytest.approx(layer.numbers[number], rel=rel), (
-                    name,
-                    number,
-                )
+                assert left.layers[name].numbers[number] == pytest.approx(layer.numbers[number], rel=rel), number
 
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4)])
@@ -48,9 +43,9 @@ def test_data_parallel_ranks_give_the_numbers_of_one_process(tmp_path, kind, wor
     unwrapped = [
         replace(r, layers={name.removeprefix("module."): layer for name, layer in r.layers.items()}) for r in found
     ]
-    assert_same(unwrapped, single())
+    assert_same(unwrapped, rank_runs.single())
     assert [record.ranks for record in found] == [world] * rank_runs.STEPS
-    lasts = [json.loads((tmp_path / f"last{rank}.json").read_text(encoding="utf-8"))["layers"] for rank in range(world)]
+    lasts = [read(tmp_path, f"last{rank}")["layers"] for rank in range(world)]
     assert all(last == lasts[0] for last in lasts)  # every rank holds the merged numbers
     assert not list(tmp_path.glob("*.rank*"))
 
@@ -58,17 +53,7 @@ def test_data_parallel_ranks_give_the_numbers_of_one_process(tmp_path, kind, wor
 def test_tensor_parallel_ranks_lay_their_heads_side_by_side(tmp_path):
     found = spawn(rank_runs.tensor_parallel, 3, tmp_path)
     assert all(len(layer.numbers["max"]) == 3 for record in found for layer in record.layers.values())
-    assert_same(found, single(), rel=1e-3)
-
-
-def test_a_rank_that_saw_nothing_changes_nothing(tmp_path):
-    (found,) = spawn(rank_runs.one_rank_sees_nothing, 3, tmp_path)
-    expected = single()[0]
-    assert found.ranks == 3
-    for name, layer in expected.layers.items():
-        assert found.layers[name].rows == layer.rows
-        for number in HAD:
-            assert found.layers[name].numbers[number] == pytest.approx(layer.numbers[number], rel=1e-4), number
+    assert_same(found, rank_runs.single(), rel=1e-3)
 
 
 def free_port():
@@ -90,7 +75,7 @@ def after_one_stops(folder, world, how, who):
     for process in ranks:
         process.kill()
         process.join()
-    found = {rank: json.loads((folder / f"told{rank}.json").read_text(encoding="utf-8")) for rank in others}
+    found = {rank: read(folder, f"told{rank}") for rank in others}
     for _, seconds in found.values():
         assert max(seconds) < rank_runs.TIMEOUT + 2  # training goes on within the time-out
     return {rank: told for rank, (told, _) in found.items()}
@@ -120,7 +105,7 @@ def test_ranks_keep_their_own_records_where_the_first_stops_that_hosts_their_sto
 def test_ranks_raise_the_same_alarms_and_tell_no_error_of_merged_rows(tmp_path):
     on_ranks(rank_runs.near_a_floor, 2, 2, str(tmp_path))
     for rank in range(2):
-        above, below, errors = json.loads((tmp_path / f"found{rank}.json").read_text(encoding="utf-8"))
+        above, below, errors = read(tmp_path, f"found{rank}")
         assert above == []
         assert "blocks.0.attention" in below
         assert errors == [None, None, None]
@@ -129,7 +114,7 @@ def test_ranks_raise_the_same_alarms_and_tell_no_error_of_merged_rows(tmp_path):
 @pytest.fixture(scope="module")
 def found(made_once):
     folder = made_once("steps-of-ranks", lambda folder: on_ranks(rank_runs.everything, 2, 2, str(folder)))
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    return [read(folder, rank) for rank in range(2)]
 
 
 @pytest.mark.parametrize(

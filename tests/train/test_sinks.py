@@ -11,7 +11,6 @@ from attnscale import Monitor
 from attnscale.diagnose import Finding
 from attnscale.errors import SettingError
 from attnscale.measure.statistics import logged
-from attnscale.show.live_table import LiveTable
 from attnscale.train import LayerRecord, Record, read_log
 from attnscale.train.sinks import SINKS, TensorBoard, WeightsAndBiases, scalars, sink_from
 
@@ -23,25 +22,32 @@ ALARM = Finding("blocks.0", 1, "exploding", "warning", "The largest score is 150
 
 def record(step=50, **more):
     numbers = {name: [0.25, 0.75] for name in logged()} | {"max": [7.0, 1500.0]}
-    return Record(step, 0.0, {"blocks.0": LayerRecord(64, numbers)}, [ALARM], **more)
+    return Record(step, 0.0, **{"layers": {"blocks.0": LayerRecord(64, numbers)}, "alarms": [ALARM]} | more)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_has_a_curve_a_layer_and_number(tmp_path):
+def test_tensorboard_has_a_curve_a_layer_and_number_and_each_head_where_that_is_asked_for(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sink = sink_from(f"tensorboard:{tmp_path}")
-    sink(record(50))
-    sink(record(100))
-    sink.close()
-    found = events.EventAccumulator(str(tmp_path))
-    found.Reload()
-    assert [(point.step, point.value) for point in found.Scalars("attnscale_max/blocks.0")] == [
-        (50, 1500.0),
-        (100, 1500.0),
-    ]
-    assert found.Scalars("attnscale_spread/blocks.0")[0].value == 0.5
-    assert "attnscale/alarms/text_summary" in found.Tags()["tensors"]
-    assert "custom_scalars__config__" in found.Tags()["tensors"]  # a chart a number, in which layers are the lines
+    for folder, sink in (("layers", sink_from(f"tensorboard:{tmp_path}/layers")), ("heads", by_head(tmp_path))):
+        sink(record(50))
+        sink(record(100))
+        sink.close()
+        found = events.EventAccumulator(str(tmp_path / folder))
+        found.Reload()
+        points = [(point.step, point.value) for point in found.Scalars("attnscale_max/blocks.0")]
+        assert points == [(50, 1500.0), (100, 1500.0)]
+        assert found.Scalars("attnscale_spread/blocks.0")[0].value == 0.5
+        assert "attnscale/alarms/text_summary" in found.Tags()["tensors"]
+        assert "custom_scalars__config__" in found.Tags()["tensors"]  # a chart a number, in which layers are the lines
+        heads = {name: found.Scalars(name)[0].value for name in found.Tags()["scalars"] if "_max/blocks.0/" in name}
+        assert heads == (BY_HEAD if folder == "heads" else {})
+
+
+BY_HEAD = {"attnscale_max/blocks.0/head_0": 7.0, "attnscale_max/blocks.0/head_1": 1500.0}
+
+
+def by_head(folder):
+    return TensorBoard(str(folder / "heads"), heads=True)
 
 
 @pytest.fixture
@@ -58,18 +64,25 @@ def mlflow(monkeypatch):
     return stand_in
 
 
+@pytest.mark.parametrize(
+    ("name", "start"), [("wandb", r"call wandb\.init\(\)"), ("mlflow", r"call mlflow\.start_run\(\)")]
+)
+def test_a_tool_needs_its_package_and_an_open_run(name, start, wandb, mlflow, monkeypatch):
+    with pytest.raises(SettingError, match=f"{start} before training"):
+        sink_from(name)(record())
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SettingError, match=f"pip install {name}"):
+        sink_from(name)
+
+
 def test_wandb_gets_curves_over_a_step_of_their_own_and_alerts(wandb):
-    sink = sink_from("wandb")
-    with pytest.raises(SettingError, match=r"call wandb\.init\(\) before training"):
-        sink(record())
     wandb.run = WandbRun()
-    sink(record())
+    WeightsAndBiases(heads=True)(record())
     (row,) = wandb.run.finish()
-    assert row["attnscale/step"] == 50
-    assert row["attnscale_max/blocks.0"] == 1500.0
-    assert wandb.run.metrics == dict.fromkeys(("attnscale/*", "attnscale_*"), "attnscale/step") | {
-        "attnscale/step": None
-    }
+    assert (row["attnscale/step"], row["attnscale_max/blocks.0"]) == (50, 1500.0)
+    assert row.items() >= BY_HEAD.items()
+    curves = dict.fromkeys(("attnscale/*", "attnscale_*"), "attnscale/step")
+    assert wandb.run.metrics == curves | {"attnscale/step": None}
     assert [title for title, _ in wandb.run.alerts] == ["attnscale: exploding in blocks.0, head 1"]
 
 
@@ -102,106 +115,52 @@ def test_wandb_loses_no_record_and_nothing_of_the_loop_however_that_logs(wandb, 
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
-def test_mlflow_gets_points_at_their_step_under_names_that_it_takes(mlflow, tmp_path):
-    sinks = [sink_from("mlflow"), sink_from(tmp_path / "scores.jsonl")]
-    with pytest.raises(SettingError, match=r"call mlflow\.start_run\(\) before training"):
-        sinks[0](record())
-    mlflow.start_run()
-    for step in (0, 50):
-        for sink in sinks:
-            sink(record(step))
-    sinks[0](replace(record(100), layers={"blocks[0]": record().layers["blocks.0"]}))
-    sinks[0](record(rank=1))
-    assert [step for step, _ in mlflow.points] == [0, 50, 100]
-    assert mlflow.points[2][1]["attnscale_max/blocks_0_"] == 1500.0
-    for (_, values), each in zip(mlflow.points, read_log(tmp_path / "scores.jsonl").records, strict=False):
-        assert values == pytest.approx(dict(scalars(each)), rel=1e-4)
-
-
-def test_mlflow_keeps_every_alarm_with_its_step(mlflow):
+def test_mlflow_gets_points_and_alarms_at_their_step_under_names_that_it_takes(mlflow):
     mlflow.start_run()
     sink, error = sink_from("mlflow"), replace(ALARM, severity="error", message="x" * 9000)
-    sink(record(50))
-    sink(replace(record(100), alarms=[ALARM, error]))
-    assert sorted(mlflow.tags) == [
-        "attnscale.exploding.error.step_100",
-        "attnscale.exploding.warning.step_100",
-        "attnscale.exploding.warning.step_50",
-    ]
-    assert (
-        "step 50: warning: blocks.0, head 1: exploding: The largest"
-        in mlflow.tags["attnscale.exploding.warning.step_50"]
-    )
+    records = [record(50), record(100, layers={"blocks[0]": record().layers["blocks.0"]}, alarms=[ALARM, error])]
+    for each in (*records, record(150, rank=1)):
+        sink(each)
+    assert mlflow.points[0] == (50, dict(scalars(records[0])))
+    assert [step for step, _ in mlflow.points] == [50, 100]
+    assert mlflow.points[1][1]["attnscale_max/blocks_0_"] == 1500.0
+    tags = [f"attnscale.exploding.{each}" for each in ("error.step_100", "warning.step_100", "warning.step_50")]
+    assert sorted(mlflow.tags) == tags
+    assert mlflow.tags[tags[2]].startswith("step 50: warning: blocks.0, head 1: exploding: The largest")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_each_head_has_a_curve_where_that_is_asked_for(wandb, tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    wandb.run = WandbRun()
-    sinks = [WeightsAndBiases(heads=True), TensorBoard(str(tmp_path), heads=True)]
-    for sink in sinks:
-        sink(record())
-    sinks[1].close()
-    (row,) = wandb.run.finish()
-    found = events.EventAccumulator(str(tmp_path))
-    found.Reload()
-    for head, value in enumerate((7.0, 1500.0)):
-        assert row[f"attnscale_max/blocks.0/head_{head}"] == value
-        assert found.Scalars(f"attnscale_max/blocks.0/head_{head}")[0].value == value
-
-
-@pytest.mark.parametrize("tool", ["mlflow", "wandb"])
-def test_a_tool_that_is_not_installed_is_one_sentence(tool, monkeypatch):
-    monkeypatch.setitem(sys.modules, tool, None)
-    with pytest.raises(SettingError, match=f"pip install {tool}"):
-        sink_from(tool)
-
-
-@pytest.fixture
-def screen(capsys, monkeypatch):
-    """What a terminal of 80 columns and no colours was sent."""
+def test_the_table_shows_layers_and_alarms(capsys, monkeypatch):
     for name, value in {"COLUMNS": "80", "FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
-    return lambda: capsys.readouterr().out
-
-
-def test_the_table_shows_layers_and_alarms(screen):
-    table = LiveTable()
+    table = sink_from("table")
     table(record())
     table.close()
-    drawn = screen()
-    assert "step 50" in drawn
-    assert "1,500" in drawn
-    assert "blocks.0, head 1: The largest score is 1500." in drawn
-    LiveTable()(record(rank=3))  # of ranks that are not merged, the first alone
-    assert screen() == ""
-    assert isinstance(sink_from("table"), LiveTable)
+    drawn = capsys.readouterr().out
+    assert all(text in drawn for text in ("step 50", "1,500", "blocks.0, head 1: The largest score is 1500."))
+    sink_from("table")(record(rank=3))  # of ranks that are not merged, the first alone
+    assert capsys.readouterr().out == ""
 
 
-COMET = """
 class Comet:
-    written = []
+    """A sink that somebody adds."""
 
     def __init__(self, experiment):
-        self.experiment = experiment
+        self.experiment, self.written = experiment, []
 
     def __call__(self, record):
-        self.written.append((self.experiment, record.step))
-"""
+        self.written.append(record.step)
 
 
-def test_a_new_sink_is_one_file_and_one_line(tmp_path, monkeypatch):
-    (tmp_path / "sink_for_comet.py").write_text(COMET, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(SINKS, "comet:EXPERIMENT", "sink_for_comet:Comet")
-    model = small_model()
-    monitor = Monitor(model, sinks=["comet:first"])
-    loss_of(model, batch()).backward()
+def test_a_new_sink_is_one_class_and_one_line(monkeypatch):
+    monkeypatch.setitem(SINKS, "comet:EXPERIMENT", f"{__name__}:Comet")
+    monitor = Monitor(small_model(), sinks=["comet:first"])
+    loss_of(monitor.model, batch()).backward()
     monitor.step()
     monitor.close()
-    assert monitor.sinks[0].written == [("first", 0)]
+    (sink,) = monitor.sinks
+    assert (sink.experiment, sink.written) == ("first", [0])
     with pytest.raises(SettingError, match=r"'table', 'comet:EXPERIMENT', or any callable, got 'comet'\."):
-        Monitor(model, sinks=["comet"])
+        Monitor(monitor.model, sinks=["comet"])
 
 
 @pytest.mark.parametrize("given", ["wandb:project", "table:wide", "tensorboard:", "tensorboard", "scores.csv", "x:y"])

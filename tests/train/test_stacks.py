@@ -4,25 +4,24 @@ DDP, FSDP2 and tensor parallel are in test_ranks, the trainers in test_callbacks
 """
 
 import json
-import warnings
 
 import pytest
 import torch
 
 from attnscale import Monitor, QKClip
-from attnscale.errors import AttnscaleWarning, SettingError
+from attnscale.errors import SettingError
 from attnscale.train import read_log
 from tests.ranks import on_ranks
 
-from . import stack_runs
+from . import rank_runs
 from .trainers import causal_lm
 from .training import batch
 
 
 def without_a_stack(has_norm):
     records = []
-    model = stack_runs.biased_model(has_norm)
-    stack_runs.train(model, Monitor(model, every=1, rows=None, sinks=[records.append]))
+    model = rank_runs.biased_model(has_norm)
+    rank_runs.train_stack(model, Monitor(model, every=1, rows=None, sinks=[records.append]))
     return records
 
 
@@ -33,11 +32,11 @@ def largest_scores(records):
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "original"])
 @pytest.mark.parametrize("has_norm", [False, True], ids=["biases", "norms"])
 def test_fsdp1_ranks_give_the_numbers_of_one_process(tmp_path, use_orig_params, has_norm):
-    on_ranks(stack_runs.fsdp1, 2, 2, str(tmp_path), use_orig_params, has_norm)
+    on_ranks(rank_runs.fsdp1, 2, 2, str(tmp_path), use_orig_params, has_norm)
     found, expected = read_log(tmp_path / "scores.jsonl").records, without_a_stack(has_norm)
     for left, right in zip(largest_scores(found), largest_scores(expected), strict=True):
         assert left == pytest.approx(right, rel=1e-4)
-    assert [record.alarms for record in found] == [[]] * stack_runs.STEPS
+    assert [record.alarms for record in found] == [[]] * rank_runs.STEPS
     told, trained = json.loads((tmp_path / "told0.json").read_text(encoding="utf-8"))
     assert told == []
     assert trained == (has_norm or not use_orig_params)  # biases alone move too little; a flat shard is not read
@@ -46,12 +45,12 @@ def test_fsdp1_ranks_give_the_numbers_of_one_process(tmp_path, use_orig_params, 
 def test_accelerate_gives_the_numbers_of_a_plain_loop():
     accelerate = pytest.importorskip("accelerate")
     accelerator, records = accelerate.Accelerator(cpu=True), []
-    model = stack_runs.biased_model()
+    model = rank_runs.biased_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     monitor = Monitor(model, every=1, rows=None, sinks=[records.append])
-    inputs = stack_runs.inputs()
-    for _ in range(stack_runs.STEPS):
+    inputs = rank_runs.inputs()
+    for _ in range(rank_runs.STEPS):
         loss = model(inputs).square().mean()
         accelerator.backward(loss)
         optimizer.step()
@@ -70,24 +69,22 @@ def attached(clip, optimizer):
 def test_accelerate_clips_after_each_step_of_the_optimizer_and_none_between(way):
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, plain = stack_runs.biased_model(), stack_runs.biased_model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttnscaleWarning)
-        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        clip, expected = QKClip(prepared, 0.05), QKClip(plain, 0.05)
-        step, own = way(clip, optimizer), torch.optim.SGD(plain.parameters(), 0.1)
-        inputs = stack_runs.inputs()
-        for turn in range(8):
-            with accelerator.accumulate(prepared):
-                accelerator.backward(prepared(inputs).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-            (plain(inputs).square().mean() / 2).backward()
-            if turn % 2:
-                step()
-                own.step()
-                own.zero_grad()
-                expected.step()
+    model, plain = rank_runs.biased_model(), rank_runs.biased_model()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    clip, expected = QKClip(prepared, 0.05), QKClip(plain, 0.05)
+    step, own = way(clip, optimizer), torch.optim.SGD(plain.parameters(), 0.1)
+    inputs = rank_runs.inputs()
+    for turn in range(8):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        (plain(inputs).square().mean() / 2).backward()
+        if turn % 2:
+            step()
+            own.step()
+            own.zero_grad()
+            expected.step()
     assert clip.steps == expected.steps == 4
     assert clip.last.heads
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -96,8 +93,8 @@ def test_accelerate_clips_after_each_step_of_the_optimizer_and_none_between(way)
     expected.close()
 
 
-def test_what_takes_no_hook_is_refused_with_the_way_out():
-    clip = QKClip(stack_runs.biased_model())
+def test_an_optimizer_without_hooks_is_refused_with_a_remedy():
+    clip = QKClip(rank_runs.biased_model())
     with pytest.raises(SettingError, match=r"got object; call step\(\) after its own"):
         clip.attach(object())
     clip.close()
@@ -112,12 +109,10 @@ def test_a_model_under_lora_is_recorded_without_warnings_or_alarms():
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.1)
     tokens = batch()
     for _ in range(3):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", AttnscaleWarning)
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step()
     monitor.close()
     assert [len(record.layers) for record in records] == [2] * 3
     assert [record.alarms for record in records] == [[]] * 3

@@ -132,7 +132,7 @@ def _profile_of_run(path: Path, name: str | None = None) -> Profile:
     """Return the profile of a run: its latest records as samples, and all of its alarms as findings."""
     log = survey(path, name)
     run, latest, alarms = log.chosen, deque[Record](maxlen=LATEST), []
-    for record in log.reader.records_of(run):
+    for record in log.records():
         alarms += record.alarms
         latest.append(record)
     title = f"{path}{'' if run.name is None else f' ({run.name})'}"

@@ -29,6 +29,11 @@ FLOORS = {
     "entropy_ratio": "Mean row entropy is {:.2g}% of its maximum (alarm below {:g}%).",
     "jacobian_trace": "The softmax passes {:.2g}% of the gradient (alarm below {:g}%).",
 }
+# Seriousness of each reason for an alarm; scores that explode are more serious than the sharp rows that they cause.
+RANKS = {
+    "reached 100": 0.0, "entropy_ratio": 1.0, "jacobian_trace": 1.0, "ahead 1000": 1.5, "ahead 10000": 1.5,
+    "reached 1000": 1.5, "reached 10000": 2.0, "non_finite": 2.0,
+}  # fmt: skip
 # A loss diverges when this many consecutive samples exceed its lowest level by all three: this many standard deviations
 # of its noise, this share of the loss that training had gained, and this share of the level itself.
 LOSS_SAMPLES, LOSS_NOISE, LOSS_GAIN, LOSS_LEVEL = 3, 8.0, 0.5, 0.5
@@ -82,30 +87,6 @@ class LayerSnapshot:
     rescaled: tuple[str, ...] = ()  # "queries", "keys": sides with a norm or temperature after the projection
 
     @property
-    def cause(self) -> str:
-        """Sentence that lists the factors of the scores that grew, largest first; empty if none grew."""
-        change = self.change()
-        if change is None or not math.isfinite(change.total) or not self.grown_factor:
-            return ""
-        factors = zip(("scale", "‖q‖", "‖k‖", "alignment"), vars(change).values(), strict=True)
-        grown = sorted((factor for factor in factors if factor[1] > GROWN), key=lambda factor: -factor[1])
-        named = ", ".join(f"{name} × {readable(math.exp(grew))}" for name, grew in grown)
-        after = f" ({' and '.join(self.rescaled)} after their norm or temperature)" if self._is_rescaled(change) else ""
-        return f"{named} since the first sampled step{after}. "
-
-    @property
-    def grown_factor(self) -> str:
-        """Factor that grew most: `multiplier`, `norms`, `temperature` or `alignment`; empty if none grew."""
-        change = self.change()
-        factor = "" if change is None else change.grown_factor(GROWN)
-        return "temperature" if factor == "norms" and change is not None and self._is_rescaled(change) else factor
-
-    def _is_rescaled(self, change: Change) -> bool:
-        """Return True if the side with the largest growth of its norm is rescaled after its projection."""
-        side = "queries" if change.query_norm >= change.key_norm else "keys"
-        return max(change.query_norm, change.key_norm) > GROWN and side in self.rescaled
-
-    @property
     def largest_score(self) -> str:
         """Largest score and its step, with its height above the row mean if that is less serious."""
         largest = self.max if math.isnan(self.largest) else self.largest
@@ -137,14 +118,34 @@ def layer_alarm(
     reasons = list(_reasons(snapshot, limits, standing))
     kept = {name: since for name, since in standing.items() if _is_active(name, snapshot, limits)}
     after = {reason.name: snapshot.step for reason in reasons} | kept
-    rank = max((_rank(reason.name) for reason in reasons), default=-1.0)
-    if rank <= max(map(_rank, kept), default=-1.0):
+    rank = max((RANKS[reason.name] for reason in reasons), default=-1.0)
+    if rank <= max((RANKS.get(name, 1.0) for name in kept), default=-1.0):
         return None, after
     severity, first = max((reason.severity for reason in reasons), key=severity_rank), reasons[0]
     head = snapshot.max_head if first.code == "exploding" else None
-    message = snapshot.cause + " ".join(reason.sentence for reason in reasons)
+    grown, cause = _grown(snapshot)
+    message = cause + " ".join(reason.sentence for reason in reasons)
     numbers = first.measured, first.expected
-    return Finding(snapshot.layer, head, first.code, severity, message, *numbers, _advice(snapshot)), after
+    return Finding(snapshot.layer, head, first.code, severity, message, *numbers, _advice(snapshot, grown)), after
+
+
+def _grown(snapshot: LayerSnapshot) -> tuple[str, str]:
+    """Return the factor of the scores that grew most, and a sentence with all that grew; both empty if none grew.
+
+    Norms that grew on a side that is rescaled after its projection may have grown by a gain or a temperature.
+    """
+    change = snapshot.change()
+    factor = "" if change is None else change.grown_factor(GROWN)
+    if change is None or not factor:
+        return "", ""
+    side, norm = max(("queries", change.query_norm), ("keys", change.key_norm), key=lambda found: found[1])
+    is_rescaled = norm > GROWN and side in snapshot.rescaled
+    factors = zip(("scale", "‖q‖", "‖k‖", "alignment"), vars(change).values(), strict=True)
+    grown = sorted((found for found in factors if found[1] > GROWN), key=lambda found: -found[1])
+    named = ", ".join(f"{name} × {readable(math.exp(growth))}" for name, growth in grown)
+    after = f" ({' and '.join(snapshot.rescaled)} after their norm or temperature)" if is_rescaled else ""
+    sentence = f"{named} since the first sampled step{after}. " if math.isfinite(change.total) else ""
+    return "temperature" if factor == "norms" and is_rescaled else factor, sentence
 
 
 def next_threshold(value: float, is_clipped: bool = False) -> float | None:
@@ -243,15 +244,6 @@ def _is_active(name: str, snapshot: LayerSnapshot, limits: Thresholds) -> bool:
     return floor is not None and getattr(snapshot, kind) < OVER * floor
 
 
-def _rank(name: str) -> float:
-    """Return the rank of a reason; exploding scores rank half a step above the sharp rows that they cause."""
-    kind, _, level = name.partition(" ")
-    if kind == "reached":
-        severity = next((severity for limit, severity, _ in EXPLODING if limit == float(level)), "note")
-        return severity_rank(severity) + (0.5 if severity == "warning" else 0.0)
-    return {"ahead": 1.5, "non_finite": 2.0}.get(kind, 1.0)
-
-
 def _is_news(reached: tuple[float, str, str], snapshot: LayerSnapshot) -> bool:
     """Return False if a trained model started as high, or if the threshold is that of QK-Clip and QK-Clip is in use."""
     if reached[1] == "note" and snapshot.is_clipped:
@@ -268,9 +260,8 @@ def _is_below(snapshot: LayerSnapshot, name: str, floor: float | None) -> bool:
     return bool(value + NORMAL * snapshot.error(name) < floor)
 
 
-def _advice(snapshot: LayerSnapshot) -> str:
+def _advice(snapshot: LayerSnapshot, grown: str) -> str:
     """Return advice against the factor that grew; do not advise what is already in use."""
-    grown = snapshot.grown_factor
     if snapshot.scale_error is not None:
         return f"The scale is wrong ({snapshot.scale_error.code}): correct it first, and start again."
     if snapshot.broken_heads:

@@ -16,7 +16,7 @@ from attnscale.diagnose.trained import is_trained
 from attnscale.diagnose.verdict import head_verdicts, verdict_text, verdict_word
 from attnscale.diagnose.what_if import WhatIf, what_if_calls
 from attnscale.errors import InputError, SettingError
-from attnscale.plain import printable
+from attnscale.plain import counted, printable
 from attnscale.results import PlottedResult
 from attnscale.watching.layer import Layer
 from attnscale.watching.missed import MissedAttention
@@ -61,7 +61,9 @@ class Audit(PlottedResult):
         Soft-cap, bias, masks and values are those of the layer; the row `current` has the measured numbers. The change
         of the output is NaN if the values could not be read.
         """
-        target = self._layer(layer)
+        target = self.layers.get(layer)
+        if target is None:
+            raise SettingError(f"No layer {layer!r} was seen. Expected one of: {', '.join(self.layers)}.")
         if not target.kept or len(target.kept) < target.calls:
             raise SettingError(f"The queries and keys of {layer!r} were not kept; watch with keep=True to try others.")
         return what_if_calls(target.kept, candidates, rows, target.stats)
@@ -80,23 +82,17 @@ class Audit(PlottedResult):
         }
 
     def __str__(self) -> str:
-        count = len(self.layers)
-        words = {name: verdict_text(layer, self.findings, self.trained) for name, layer in self.layers.items()}
-        shown = [table(self.layers.values(), words), ""] if count else []
-        where = f"{count} attention layer{'s' * (count != 1)}"
-        checked = (
-            f"No findings in {where}, but not everything could be checked."
-            if self.unchecked
-            else f"Nothing found in {where}."
-        )
-        found = [str(finding) for finding in self.findings] or [checked if count else NOTHING_READ]
-        unsaid = [self.unjudged] if self.unjudged else []
-        return "\n".join([*shown, *found, *unsaid, *map(printable, self.unchecked)])
-
-    def _layer(self, name: str) -> Layer:
-        if name not in self.layers:
-            raise SettingError(f"No layer {name!r} was seen. Expected one of: {', '.join(self.layers)}.")
-        return self.layers[name]
+        lines, where = list(map(str, self.findings)), counted(len(self.layers), "attention layer")
+        if not self.layers:
+            lines = lines or [NOTHING_READ]
+        elif self.unchecked:
+            lines = lines or [f"No findings in {where}, but not everything could be checked."]
+        else:
+            lines = lines or [f"Nothing found in {where}."]
+        if self.layers:
+            words = {name: verdict_text(layer, self.findings, self.trained) for name, layer in self.layers.items()}
+            lines = [table(self.layers.values(), words), "", *lines]
+        return "\n".join([*lines, *filter(None, [self.unjudged]), *map(printable, self.unchecked)])
 
 
 def diagnose(layers: Mapping[str, Layer], *, trained: bool) -> Audit:

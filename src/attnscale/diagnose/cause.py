@@ -24,12 +24,8 @@ class Cause:
     multiplier: float
     norms: float
     alignment: float
+    factor: str  # the main factor: `multiplier`, `norms` or `alignment`
     sentence: str
-
-    @property
-    def factor(self) -> str:
-        """`multiplier`, `norms` or `alignment`."""
-        return dominant({"multiplier": self.multiplier, "norms": self.norms, "alignment": self.alignment})
 
 
 @dataclass(frozen=True)
@@ -77,20 +73,12 @@ def cause(layer: Layer, head: int | None = None) -> Cause:
         "alignment": f"Queries and keys {'are aligned' if ratios['alignment'] > 1 else 'are nearly orthogonal'}: their "
         f"cosine is {alignment:.3g} (root mean square); independent ones have 1/√d_k = {1 / unit:.3g}.",
     }
-    return Cause(**ratios, sentence=sentences[dominant(ratios)])
-
-
-def dominant(ratios: dict[str, float]) -> str:
-    """Return the factor with the largest distance from one, up or down; skip NaN."""
     distances = {name: abs(math.log(max(ratio, LEAST))) for name, ratio in ratios.items() if math.isfinite(ratio)}
-    return max(distances, key=lambda name: distances[name], default="norms")
+    factor = max(distances, key=lambda name: distances[name], default="norms")  # farthest from one, up or down
+    return Cause(**ratios, factor=factor, sentence=sentences[factor])
 
 
 def _at(values: Tensor, head: int | None) -> float:
     """Return the value of one head or the geometric mean over heads, so that logarithms of factors add up."""
-    return math.exp(_log(values, head))
-
-
-def _log(values: Tensor, head: int | None) -> float:
     logs: Tensor = torch.as_tensor(values).double().abs().clamp(min=LEAST).log()
-    return float(logs.mean() if head is None else logs[head])
+    return math.exp(float(logs.mean() if head is None else logs[head]))

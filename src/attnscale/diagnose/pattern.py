@@ -59,20 +59,20 @@ def attention_pattern(weights: Tensor, tokens: Tensor | None = None, *, causal: 
         return Pattern("by content", 0.0)
     rows = weights[counted].double()
     by_key = rows.mean(0)
-    best_key, best_offset = int(by_key.argmax()), _best_offset(rows, positions[counted])
-    if max(float(by_key[best_key]), best_offset[1]) >= MOST:
-        if best_offset[1] >= float(by_key[best_key]):
-            offset, share = best_offset
-            kind = {0: "itself", -1: "previous token"}.get(offset, "offset")
-            return Pattern(kind, share, (offset,))
-        return Pattern("sink", float(by_key[best_key]), (best_key,))
+    key, key_share = int(by_key.argmax()), float(by_key.max())
+    offset, offset_share = _best_offset(rows, positions[counted])
+    if offset_share >= max(MOST, key_share):
+        kind = {0: "itself", -1: "previous token"}.get(offset, "offset")
+        return Pattern(kind, offset_share, (offset,))
+    if key_share >= MOST:
+        return Pattern("sink", key_share, (key,))
     top = by_key.topk(max(1, int(FEW * keys)))
     needed = int((top.values.cumsum(0) < MOST).sum()) + 1
     if needed <= len(top.indices):
         places = tuple(sorted(top.indices[:needed].tolist()))
         is_one = tokens is not None and len({int(tokens[place]) for place in places}) == 1
         return Pattern("separator" if is_one else "few keys", float(top.values[:needed].sum()), places)
-    return Pattern("by content", max(float(by_key[best_key]), best_offset[1]))
+    return Pattern("by content", max(key_share, offset_share))
 
 
 def _best_offset(weights: Tensor, positions: Tensor) -> tuple[int, float]:

@@ -59,9 +59,11 @@ def is_chosen(layer: Layer, scale: float) -> bool:
     declared = layer.declared
     if declared.scale_authority is not Authority.CONFIGURED:
         return False
-    return declared.scale is None or any(
-        _close(scale, reading, _tolerance(layer)) for reading in declared.scale_readings
-    )
+    return declared.scale is None or _is_declared(layer, scale)
+
+
+def _is_declared(layer: Layer, scale: float) -> bool:
+    return any(_is_close(layer, scale, reading) for reading in layer.declared.scale_readings)
 
 
 def is_cosine(layer: Layer) -> bool:
@@ -76,11 +78,10 @@ def _multiplier(layer: Layer, trained: bool) -> Iterator[Finding]:
     if negative and not is_chosen(layer, min(negative.values())):
         yield _negative(layer, negative)
         return
-    wrong = (_mismatch(layer, scale, trained) for scale in scales.values())
-    found = next((finding for finding in wrong if finding is not None), None)
+    found = next(filter(None, (_mismatch(layer, scale, trained) for scale in scales.values())), None)
     if found is None:
         return
-    if all(_close(scale, found.measured or 0.0, _tolerance(layer)) for scale in scales.values()):
+    if all(_is_close(layer, scale, found.measured or 0.0) for scale in scales.values()):
         yield replace(found, severity="warning") if trained else found  # training may have compensated for it
     else:
         yield _one_for_each_head(layer, list(scales.values()))
@@ -92,26 +93,25 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Finding | None:
     A number in an attribute of the module may itself be the mistake, so it is judged like a number in the code. It
     counts as a choice only if no common mistake explains it.
     """
-    declared, tolerance = layer.declared, _tolerance(layer)
     stretched = _stretch_mismatch(layer, scale)
     if stretched is not None:
         return stretched
     if is_chosen(layer, scale):
         return None
-    is_declared = any(_close(scale, reading, tolerance) for reading in declared.scale_readings)
-    ignores = not is_declared and _says_another(layer)
+    is_declared = _is_declared(layer, scale)
+    ignored = None if is_declared or not _says_another(layer) else _ignored(layer, scale)
     if _is_usual(layer, scale) or is_cosine(layer):
-        return _ignored(layer, scale) if ignores else None
+        return ignored
     if trained and layer.reading.learned_factor:
         return None  # a learned multiplier can have any value
     specific = _classic(layer, scale)
     if specific is not None:
         excused = specific.code == "unscaled" and (layer.wiring.normalised or _is_folded(layer))
         return None if excused else specific
-    if ignores:
-        return _ignored(layer, scale)
-    is_published = any(_close(scale, rule, CLOSER * tolerance) for rule in _published(layer))
-    slip = next((words for words, value in _slips(layer) if _close(scale, value, SLIP * tolerance)), "")
+    if ignored is not None:
+        return ignored
+    is_published = any(_is_close(layer, scale, rule, CLOSER) for rule in _published(layer))
+    slip = next((words for words, value in _slips(layer) if _is_close(layer, scale, value, SLIP)), "")
     if is_published and (is_declared or slip not in NO_RULE_GIVES):
         return None  # a rule may give the same number as a mistake, such as 1/√(d_k/2)
     is_learned = layer.reading.learned_factor or layer.reading.learned_terms  # a distance has two terms
@@ -122,22 +122,20 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Finding | None:
 
 def _stretch_mismatch(layer: Layer, scale: float) -> Finding | None:
     """Find a YaRN factor that is missing in both the rotation and the scale, or applied in both."""
-    declared, tolerance = layer.declared, _tolerance(layer)
-    stretch, origins = declared.stretch, layer.origins[:1]
-    if abs(stretch - 1) < 2 * tolerance or not origins or origins[0].query is None or origins[0].key is None:
+    declared, stretch, origins = layer.declared, layer.declared.stretch, layer.origins[:1]
+    if abs(stretch - 1) < 2 * _tolerance(layer) or not origins or origins[0].query is None or origins[0].key is None:
         return None
     rotation = origins[0].query.amplitude() * origins[0].key.amplitude()
-    base = (
-        declared.scale if declared.scale_authority is Authority.CONFIGURED and declared.scale else layer.head_dim**-0.5
-    )
+    configured = declared.scale if declared.scale_authority is Authority.CONFIGURED else None
+    base = configured or layer.head_dim**-0.5
     applied = scale / base * rotation
-    found = {
+    mistakes = {
         "neither the rotation nor the scale has it": 1.0,
         "both the rotation and the scale have it": stretch**2,
         "they have the factor of mscale, where mscale_all_dim counts": declared.stretch_confused,
     }
-    has = next((words for words, wrong in found.items() if _close(applied, wrong, tolerance)), "")
-    if not has or _close(applied, stretch, tolerance):
+    has = next((words for words, wrong in mistakes.items() if _is_close(layer, applied, wrong)), "")
+    if not has or _is_close(layer, applied, stretch):
         return None
     right = base * stretch / rotation
     message = (
@@ -164,11 +162,11 @@ def _is_usual(layer: Layer, scale: float) -> bool:
     Queries projected from fewer features have a lower rank, as in DeepSeek, where they absorb the key projection. For
     them 1/√rank is usual too, and any value between the two, because some features are rotary.
     """
-    terms, tolerance = range(1, 2 + layer.reading.learned_terms), _tolerance(layer)
-    if any(_close(scale, (count * layer.head_dim) ** -0.5, tolerance) for count in terms):
+    terms = range(1, 2 + layer.reading.learned_terms)
+    if any(_is_close(layer, scale, (count * layer.head_dim) ** -0.5) for count in terms):
         return True
     rank = min((layer.head_dim, *layer.model_dims))
-    return bool(layer.head_dim**-0.5 <= scale <= rank**-0.5 * (1 + tolerance))
+    return bool(layer.head_dim**-0.5 <= scale <= rank**-0.5 * (1 + _tolerance(layer)))
 
 
 def _says_another(layer: Layer) -> bool:
@@ -181,13 +179,13 @@ def _says_another(layer: Layer) -> bool:
 
 def _classic(layer: Layer, scale: float) -> Finding | None:
     """Return one of the three mistakes that have a code: no scale, d_k for √d_k, √d_model for √d_k."""
-    usual, tolerance, dim = layer.head_dim**-0.5, _tolerance(layer), layer.head_dim
+    usual, dim = layer.head_dim**-0.5, layer.head_dim
     advice = f"Multiply q·k by 1/√d_k = {usual:.4g} (d_k = {dim} is the width of one head)."
-    if _close(scale, 1.0, tolerance):
+    if _is_close(layer, scale, 1.0):
         message = f"The scores are q·k without a scale, so their spread grows as √d_k = {dim**0.5:.3g}."
         return layer_finding(layer, "unscaled", message, advice, (scale, usual), "error")
-    width = next((width for width in layer.model_dims if _close(scale, width**-0.5, tolerance)), None)
-    by_dim = _close(scale, 1 / dim, tolerance)
+    width = next((width for width in layer.model_dims if _is_close(layer, scale, width**-0.5)), None)
+    by_dim = _is_close(layer, scale, 1 / dim)
     if by_dim and (width is None or _restates_usual(layer)):
         also = "" if width is None else f" (also 1/√{width}, of the model's width)"
         message = f"The scores are divided by d_k: their scale is {scale:.4g}{also}, not 1/√d_k = {usual:.4g}."
@@ -207,7 +205,7 @@ def _classic(layer: Layer, scale: float) -> Finding | None:
 def _restates_usual(layer: Layer) -> bool:
     """Return True if the module declares 1/√d_k: then 1/d_k means that it was applied twice."""
     declared = layer.declared.scale
-    return declared is not None and _close(declared, layer.head_dim**-0.5, TOLERANCE)
+    return declared is not None and math.isclose(declared, layer.head_dim**-0.5, rel_tol=TOLERANCE)
 
 
 def _is_folded(layer: Layer) -> bool:
@@ -252,11 +250,9 @@ def _unusual(layer: Layer, scale: float, slip: str) -> Finding:
 
 
 def _negative(layer: Layer, scales: dict[int, float]) -> Finding:
-    which = (
-        "every head" if len(scales) == layer.heads else f"head{'s' * (len(scales) > 1)} {', '.join(map(str, scales))}"
-    )
+    heads, lowest = f"head{'s' * (len(scales) > 1)} {', '.join(map(str, scales))}", min(scales.values())
+    which = "every head" if len(scales) == layer.heads else heads
     why = "A learned temperature has become negative" if layer.reading.learned_factor else "The scale is negative"
-    lowest = min(scales.values())
     message = (
         f"{why}: the scores of {which} are multiplied by {lowest:.4g}, so the keys least like a query get the most "
         "weight."
@@ -288,13 +284,11 @@ def _one_for_each_head(layer: Layer, scales: list[float]) -> Finding:
 
 def _scales_after_softmax(layer: Layer) -> bool:
     """Return True if weights or output are multiplied by a scale, or by any factor if the scores have no scale."""
-    factor, tolerance = layer.wiring.factor_after_softmax, _tolerance(layer)
-    if _close(factor, 1.0, tolerance):
+    factor = layer.wiring.factor_after_softmax
+    if _is_close(layer, factor, 1.0):
         return False
-    widths = (layer.head_dim**-0.5, 1 / layer.head_dim, *(width**-0.5 for width in layer.model_dims))
-    is_a_scale = any(_close(abs(factor), width, tolerance) for width in widths)
-    classic = _classic(layer, layer.scale_applied)
-    return is_a_scale or (classic is not None and classic.code == "unscaled")
+    scales = (layer.head_dim**-0.5, 1 / layer.head_dim, *(width**-0.5 for width in layer.model_dims))
+    return _is_close(layer, layer.scale_applied, 1.0) or any(_is_close(layer, abs(factor), each) for each in scales)
 
 
 def _after_softmax(layer: Layer, trained: bool) -> Finding:
@@ -334,5 +328,6 @@ def _tolerance(layer: Layer) -> float:
     return HALF_TOLERANCE if layer.dtype in HALF_DTYPES else TOLERANCE
 
 
-def _close(value: float, wanted: float, tolerance: float) -> bool:
-    return math.isclose(value, wanted, rel_tol=tolerance)
+def _is_close(layer: Layer, value: float, wanted: float, share: float = 1.0) -> bool:
+    """Return True if two multipliers differ by less than the layer's tolerance, or this share of it."""
+    return math.isclose(value, wanted, rel_tol=share * _tolerance(layer))

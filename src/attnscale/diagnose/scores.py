@@ -202,12 +202,12 @@ def _diluted(layer: Layer, heads: list[Verdict], trained: bool) -> Iterator[Find
         return
     if trained and layer.wiring.normalised and not is_bounded:  # learned gains spread the scores, too
         return
-    blamed = [head for head in heads if head.verdict == "diluted" and _multiplier_dilutes(layer, head)]
-    blamed = heads if is_bounded else blamed
+    diluted = [head for head in heads if head.verdict == "diluted" and _multiplier_dilutes(layer, head)]
+    blamed = heads if is_bounded else diluted
     if not blamed or len(blamed) < len(heads) / 2:
         return  # a wrong multiplier dilutes most heads of a layer
     scale, expected = layer.scale_applied, _better_multiplier(layer)
-    spread, entropy = math.fsum(head.spread for head in blamed) / len(blamed), min(h.entropy_ratio for h in blamed)
+    spread, entropy = fmean(head.spread for head in blamed), min(head.entropy_ratio for head in blamed)
     yield layer_finding(
         layer,
         "diluted",

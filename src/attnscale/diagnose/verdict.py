@@ -63,13 +63,9 @@ def verdict_word(layer: Layer, findings: Iterable[Finding]) -> str:
 
     A layer is `diluted` only if all of its heads are.
     """
-    code = worst_code(layer.name, findings)
-    if code is not None:
-        return code
-    found = {head.verdict for head in head_verdicts(layer)}
-    if not found or len(found) == 1:
-        return found.pop() if found else NO_KEYS
-    return next((verdict for verdict in ("non_finite", "sharp", "uncertain") if verdict in found), "healthy")
+    found = {head.verdict for head in head_verdicts(layer)} or {NO_KEYS}
+    worst = next((verdict for verdict in ("non_finite", "sharp", "uncertain") if verdict in found), "healthy")
+    return worst_code(layer.name, findings) or (worst if len(found) > 1 else found.pop())
 
 
 def verdict_text(layer: Layer, findings: Iterable[Finding], trained: bool) -> str:

@@ -1,7 +1,7 @@
 """Compute the effect of another scale, soft-cap or clip on the scores of queries and keys."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,14 +60,9 @@ class Outcome:
 
     def numbers(self) -> tuple[str, ...]:
         """Return the cells of its line, in the order of COLUMNS."""
-        start = readable(self.scale), readable(self.spread), f"{self.entropy:.2f}", f"{100 * self.entropy_ratio:.1f}"
-        return (
-            *start,
-            f"{self.top1:.3f}",
-            f"{self.jacobian_trace:.3f}",
-            readable(self.max),
-            "–" if math.isnan(self.output_change) else f"{self.output_change:.3f}",
-        )
+        cells = [readable(self.scale), readable(self.spread), f"{self.entropy:.2f}", f"{100 * self.entropy_ratio:.1f}"]
+        cells += [f"{self.top1:.3f}", f"{self.jacobian_trace:.3f}", readable(self.max)]
+        return (*cells, "–" if math.isnan(self.output_change) else f"{self.output_change:.3f}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,11 +82,8 @@ class WhatIf(Result):
         return {"rows": [plain(asdict(row)) for row in self.rows]}
 
     def __str__(self) -> str:
-        above, below = zip(
-            *((heading.rpartition("\n")[0], heading.split("\n")[-1]) for heading in COLUMNS), strict=True
-        )
-        headings = [_line("", above), _line("", below)]
-        return "\n".join([*headings, *(_line(row.name, row.numbers()) for row in self.rows)])
+        above, below = zip(*(heading.rpartition("\n")[::2] for heading in COLUMNS), strict=True)
+        return "\n".join([_line("", above), _line("", below), *(_line(row.name, row.numbers()) for row in self.rows)])
 
 
 @torch.no_grad()
@@ -117,12 +109,13 @@ def what_if(
     >>> table["calibrated"].jacobian_trace > table["current"].jacobian_trace
     True
     """
-    heads = query.shape[-3] if query.dim() > 2 else 1
+    query, key = _with_batch(query), _with_batch(key)
+    value = key if value is None else _with_batch(value)
     if enable_gqa:
-        key, value = _for_each_query_head(key, heads), None if value is None else _for_each_query_head(value, heads)
+        key, value = _for_each_query_head(key, query), _for_each_query_head(value, query)
     check_inputs(query, key, value, attn_mask, is_causal, False, softcap)
-    visibility, current = Visibility.of(attn_mask, is_causal), Candidate(scale, softcap)
-    return _tried((_Trial(query, key, key if value is None else value, visibility, current, rows),), candidates)
+    visibility = Visibility.of(attn_mask, is_causal)
+    return _tried([_Trial(query, key, value, visibility, Candidate(scale, softcap), rows)], candidates)
 
 
 @torch.no_grad()
@@ -140,44 +133,54 @@ def what_if_calls(
 
 
 def _trial(call: SavedCall, rows: int | None) -> "_Trial":
-    key, value = (
-        None if each is None else _for_each_query_head(each, call.query.shape[1]) for each in (call.key, call.value)
-    )
-    assert key is not None
-    scale = call.scales.nan_to_num(call.query.shape[-1] ** -0.5).to(call.query.device).view(-1, 1, 1)
-    return _Trial(call.query, key, value, call.visibility, Candidate(scale, call.softcap), rows)
+    query, key = call.query, _for_each_query_head(call.key, call.query)
+    value = None if call.value is None else _for_each_query_head(call.value, query)
+    scale = call.scales.nan_to_num(query.shape[-1] ** -0.5).to(query.device).view(-1, 1, 1)
+    return _Trial(query, key, value, call.visibility, Candidate(scale, call.softcap), rows)
+
+
+def _with_batch(tensor: Tensor) -> Tensor:
+    return tensor[(None,) * (4 - tensor.dim())]  # (batch, heads, length, features)
+
+
+def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
+    found, heads = tensor.shape[-3], query.shape[-3]
+    if found == 0 or heads % found:
+        raise SettingError(f"Expected key heads that divide the query's {heads}, got {found}.")
+    return tensor.repeat_interleave(heads // found, dim=-3)
 
 
 def _tried(
-    trials: "Sequence[_Trial]",
-    candidates: Mapping[str, Candidate | Scale] | None,
-    measured: ScoreStats | None = None,
+    trials: "Sequence[_Trial]", candidates: Mapping[str, Candidate | Scale] | None, measured: ScoreStats | None = None
 ) -> WhatIf:
     """Measure every candidate on all trials; `measured` are the statistics of the current setting, or None."""
-    before = merged_when_read([trial.stats(trial.current) for trial in trials])
-    choices = [trial.candidates(candidates, before) for trial in trials]
-    outputs = [trial.output(trial.current) for trial in trials]
     now = [trial.current for trial in trials]
-    current = _outcome(CURRENT, trials, now, outputs, before if measured is None else measured)
-    others = (_outcome(name, trials, [each[name] for each in choices], outputs) for name in choices[0])
-    return WhatIf((current, *others))
+    outputs = [trial.output(trial.current) for trial in trials]
+    before = _stats(trials, now) if measured is None else measured
+    choices = [trial.candidates(candidates, before.max) for trial in trials]
+    rows = [_outcome(CURRENT, trials, now, outputs, before)]
+    for name in choices[0]:
+        chosen = [each[name] for each in choices]
+        rows.append(_outcome(name, trials, chosen, outputs, _stats(trials, chosen)))
+    return WhatIf(tuple(rows))
+
+
+def _stats(trials: "Sequence[_Trial]", chosen: Sequence[Candidate]) -> ScoreStats:
+    return merged_when_read([trial.stats(candidate) for trial, candidate in zip(trials, chosen, strict=True)])
 
 
 def _outcome(
     name: str,
     trials: "Sequence[_Trial]",
-    tried: Sequence[Candidate],
+    chosen: Sequence[Candidate],
     before: Sequence[Tensor | None],
-    stats: ScoreStats | None = None,
+    stats: ScoreStats,
 ) -> Outcome:
-    if stats is None:
-        stats = merged_when_read([trial.stats(candidate) for trial, candidate in zip(trials, tried, strict=True)])
-    after = [trial.output(candidate) for trial, candidate in zip(trials, tried, strict=True)]
-    scales = [trial.multiplier(candidate) for trial, candidate in zip(trials, tried, strict=True)]
+    pairs = list(zip(trials, chosen, strict=True))
     return Outcome(
         name=name,
-        scale=sum(scales) / len(scales),
-        output_change=_change(before, after),
+        scale=sum(trial.multiplier(candidate) for trial, candidate in pairs) / len(pairs),
+        output_change=_change(before, [trial.output(candidate) for trial, candidate in pairs]),
         **{statistic: STATISTICS[statistic].whole(stats) for statistic in TRIED},
     )
 
@@ -194,7 +197,7 @@ def _change(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> 
 
 @dataclass(frozen=True)
 class _Trial:
-    """Tensors on which candidates are tried."""
+    """Tensors of one call, (batch, heads, length, features), on which candidates are tried."""
 
     query: Tensor
     key: Tensor
@@ -203,34 +206,34 @@ class _Trial:
     current: Candidate
     rows: int | None
 
-    def candidates(
-        self, requested: Mapping[str, Candidate | Scale] | None, before: ScoreStats
-    ) -> Mapping[str, Candidate]:
+    def candidates(self, requested: Mapping[str, Candidate | Scale] | None, largest: Tensor) -> Mapping[str, Candidate]:
         """Return the caller's candidates; by default every rule (learned rules untrained), two soft-caps and a clip.
 
         Rules with a required parameter get one: `constant` 1/d_k, `temperature` √d_k / 2, `yarn` a factor of 4.
-        The soft-caps and the clip keep the current scale, the rules the current soft-cap.
+        The soft-caps and the clip keep the current scale, the rules the current soft-cap. QK-Clip scales each head
+        down to the threshold, by γ = min(1, 100/largest).
         """
         if requested is not None:
             return {name: self._candidate(each) for name, each in requested.items()}
         head_dim, current = self.query.shape[-1], self.current
         numbers = {"constant": 1 / head_dim, "temperature": math.sqrt(head_dim) / 2, "yarn": 4.0}
         names = [f"{name}:{numbers[name]:.4g}" if name in numbers else name for name in RULES]
+        gamma = torch.where(largest > CLIP, CLIP / largest, 1.0).view(-1, 1, 1).to(self.query.device)
+
+        def clip(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
+            scaled_query, scaled_key, factor = self._scaled(current)
+            return multiply(scaled_query, gamma), scaled_key, factor
+
         found = {name: self._candidate(name) for name in names}
         found |= {f"softcap:{cap:g}": Candidate(current.scale, cap) for cap in SOFTCAPS}
-        clipped = _Clipped(current.scale, before.max, self.visible)
-        return found | {f"clip:{CLIP:g}": Candidate(clipped, current.softcap)}
+        return found | {f"clip:{CLIP:g}": Candidate(clip, current.softcap)}
 
     def _candidate(self, candidate: Candidate | Scale) -> Candidate:
         if isinstance(candidate, Candidate):
             return candidate
         if isinstance(candidate, str | type):
-            heads = self.query.shape[-3] if self.query.dim() > 2 else 1
-            candidate = get_rule(candidate, head_dim=self.query.shape[-1], heads=heads)
+            candidate = get_rule(candidate, head_dim=self.query.shape[-1], heads=self.query.shape[-3])
         return Candidate(candidate, self.current.softcap)
-
-    def visible(self) -> Tensor | None:
-        return self.visibility.counts(self.query.shape[-2], self.key.shape[-2], self.query.device)
 
     def stats(self, candidate: Candidate) -> ScoreStats:
         with without_autocast(self.query):
@@ -239,42 +242,23 @@ class _Trial:
     def output(self, candidate: Candidate) -> Tensor | None:
         return None if self.value is None else run(self._call(candidate, self.value))
 
-    def _call(self, candidate: Candidate, value: Tensor) -> Call:
-        scale = _on(candidate.scale, self.query)
-        return scaled_call(self.query, self.key, value, self.visibility, scale, False, candidate.softcap)
-
     def multiplier(self, candidate: Candidate) -> float:
-        query, key, factor = apply_scale(_on(candidate.scale, self.query), self.query, self.key, self.visible)
+        query, key, factor = self._scaled(candidate)
         norms = _norm(query) * _norm(key) / max(_norm(self.query) * _norm(self.key), TINY)
         return factor * norms
 
+    def _call(self, candidate: Candidate, value: Tensor) -> Call:
+        scale = self._on_device(candidate.scale)
+        return scaled_call(self.query, self.key, value, self.visibility, scale, False, candidate.softcap)
 
-@dataclass(frozen=True)
-class _Clipped:
-    """QK-Clip as a rule: scale each head down to the threshold, γ = min(1, 100/max)."""
+    def _scaled(self, candidate: Candidate) -> Scaled:
+        return apply_scale(self._on_device(candidate.scale), self.query, self.key, self._visible)
 
-    scale: Scale
-    largest: Tensor  # largest score of each head
-    ask_visible: Callable[[], Tensor | None]
+    def _visible(self) -> Tensor | None:
+        return self.visibility.counts(self.query.shape[-2], self.key.shape[-2], self.query.device)
 
-    def __call__(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
-        query, key, factor = apply_scale(_on(self.scale, query), query, key, self.ask_visible)
-        gamma = torch.where(self.largest > CLIP, CLIP / self.largest, 1.0).to(query.device)
-        return multiply(query, gamma.view(-1, 1, 1) if query.dim() > 2 else gamma), key, factor
-
-
-def _on(scale: Scale, query: Tensor) -> Scale:
-    """Move learned rules and tensors to the query's device."""
-    if isinstance(scale, nn.Module):
-        return scale.to(query.device)
-    return scale.to(query.device) if isinstance(scale, Tensor) else scale
-
-
-def _for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
-    found = tensor.shape[-3] if tensor.dim() > 2 else 1
-    if found == 0 or heads % found:
-        raise SettingError(f"Expected key heads that divide the query's {heads}, got {found}.")
-    return tensor.repeat_interleave(heads // found, dim=-3) if tensor.dim() > 2 else tensor
+    def _on_device(self, scale: Scale) -> Scale:
+        return scale.to(self.query.device) if isinstance(scale, nn.Module | Tensor) else scale
 
 
 def _norm(tensor: Tensor) -> float:

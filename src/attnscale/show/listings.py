@@ -94,7 +94,7 @@ def _print_title(source: Source, console: Console) -> None:
 
 def _entry(claim: Claim) -> Text:
     note = f"{claim.note} " if claim.note else ""
-    sentence = f"{claim.claim} Claimed {shown_value(claim.claimed)}, computed {shown_value(claim.computed)}. "
+    sentence = f"{claim.claim} Claimed: {shown_value(claim.claimed)}. Computed: {shown_value(claim.computed)}. "
     section = (f"{note}[{claim.section}]", "dim")
     return Text.assemble((f"{claim.verdict} ", COLOURS[claim.verdict]), (f"{claim.id}: ", "cyan"), sentence, section)
 
@@ -102,10 +102,11 @@ def _entry(claim: Claim) -> Text:
 def counted(claims: Sequence[Claim]) -> list[str]:
     """Return sentences that count the verdicts, with plain arithmetic counted separately."""
     sentences = []
-    for kind, what in ((STATEMENT, "statements"), (ARITHMETIC, "numbers by plain arithmetic")):
+    for kind, noun, rest in ((STATEMENT, "statement", ""), (ARITHMETIC, "number", " by plain arithmetic")):
         counts = Counter(claim.verdict for claim in claims if claim.kind == kind)
         found = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-        sentences += [f"{counts.total()} {what}: {found}."] if counts else []
+        nouns = noun if counts.total() == 1 else f"{noun}s"
+        sentences += [f"{counts.total()} {nouns}{rest}: {found}."] if counts else []
     return sentences
 
 

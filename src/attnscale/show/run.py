@@ -12,8 +12,7 @@ from attnscale.plain import counted, printable
 from attnscale.show.tables import run_table, table_of
 from attnscale.show.terminal import STYLES, print_group, print_table, say
 from attnscale.show.text import number
-from attnscale.train.log import LoggedRun
-from attnscale.train.run import Run
+from attnscale.train.run import LoggedRun, Run
 
 LISTED = 20  # most runs of a log to list
 LAST, FIRST = EXPLODING[0][0], EXPLODING[-1][0]  # published thresholds
@@ -46,7 +45,7 @@ def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
     rows = []
     for entry in runs[-LISTED:]:
         began = datetime.fromtimestamp(entry.began, UTC).strftime("%Y-%m-%d %H:%M")
-        steps = map(str, (entry.steps[0], entry.steps[-1], entry.records))
+        steps = map(str, (entry.steps[0], entry.steps[-1], len(entry.steps)))
         rows.append((str(entry.number), entry.name or "–", began, *steps))
     print_table(table_of(("run", "name", "began", "first step", "last step", "records"), rows, text=(1, 2)), console)
     console.print()

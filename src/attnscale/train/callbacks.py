@@ -38,10 +38,9 @@ class DrivenMonitor:
 
     def has_sink_of(self, logger: object) -> bool:
         """Return True if a sink writes the same curves to the tool of a trainer's logger."""
-        names = [kind.__name__.lower() for kind in type(logger).__mro__]
         sinks = () if self.monitor is None else self.monitor.sinks
-        tools = [tool for kind, tool in TOOLS.items() if any(isinstance(sink, kind) for sink in sinks)]
-        return any(name.startswith(tool) for name in names for tool in tools)
+        tools = tuple(tool for kind, tool in TOOLS.items() if any(isinstance(sink, kind) for sink in sinks))
+        return any(kind.__name__.lower().startswith(tools) for kind in type(logger).__mro__)
 
     def begin_step(self, step: int, optimizer: Any) -> None:
         """Begin an optimiser step, or another micro-batch of it."""

@@ -13,7 +13,7 @@ from attnscale.train.record import Record
 from attnscale.train.sinks import scalars
 
 try:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback, TrainerState
     from transformers.trainer_callback import CallbackHandler, ExportableState, PrinterCallback, ProgressCallback
 except ImportError:
     raise SettingError("ScoreCallback needs the package transformers; run 'pip install attnscale[hf]'.") from None
@@ -40,9 +40,7 @@ class ScoreCallback(DrivenMonitor, TrainerCallback, ExportableState):
         """Return the state for a checkpoint."""
         return {"args": {}, "attributes": {} if self.monitor is None else {"remembered": self.monitor.state_dict()}}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begin, or continue from a checkpoint."""
         trainer = calling_trainer(bool(self.logged))
         log = None if trainer is None else TrainerLog(trainer, self, self.logged)
@@ -59,24 +57,20 @@ class ScoreCallback(DrivenMonitor, TrainerCallback, ExportableState):
             self._wrapped = trainer
             self._wrapped.training_step = wrapped
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begin an optimiser step."""
         self.begin_step(state.global_step, kwargs.get("optimizer"))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         """End an optimiser step."""
         self.end_step()
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, *_: Any, **__: Any) -> None:
         """Write the last record, while the trainer's loggers are still open."""
         if self.monitor is not None:
             self.monitor.flush()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Close the monitor."""
         self.stop()
         if self._wrapped is not None:
@@ -108,7 +102,7 @@ class TrainerLog:
         at_step = copy(state)
         at_step.global_step = step
         args, control, model = self._trainer.args, self._trainer.control, self._trainer.model
-        failed: Exception | None = None
+        failures = []
         for callback in self._trainer.callback_handler.callbacks:
             is_fed = isinstance(self._own, DrivenMonitor) and self._own.has_sink_of(callback)
             if is_fed or callback is self._own or isinstance(callback, (PrinterCallback, ProgressCallback)):
@@ -116,9 +110,9 @@ class TrainerLog:
             try:
                 callback.on_log(args, at_step, control, logs=dict(numbers), model=model)
             except Exception as error:  # the other loggers are still called
-                failed = failed or error
-        if failed is not None:
-            raise failed
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
 
 def remembered(callback: TrainerCallback, state: TrainerState) -> dict[str, Any] | None:

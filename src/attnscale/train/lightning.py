@@ -1,7 +1,7 @@
 """LightningScoreCallback: a Monitor in the Lightning Trainer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from attnscale.errors import SettingError
@@ -14,20 +14,6 @@ try:
     from lightning.pytorch.loggers import Logger
 except ImportError:
     raise SettingError("LightningScoreCallback needs the package lightning; run 'pip install lightning'.") from None
-
-
-@dataclass(frozen=True)
-class LightningLog:
-    """Writes records to the loggers of a trainer, at the step of their loss."""
-
-    loggers: Sequence[Logger]
-    own: DrivenMonitor
-
-    def __call__(self, record: Record) -> None:
-        """Add a point to every curve."""
-        for logger in () if record.rank else self.loggers:
-            if not self.own.has_sink_of(logger):
-                logger.log_metrics(dict(scalars(record, self.own.logged)), record.step)
 
 
 class LightningScoreCallback(DrivenMonitor, Callback):
@@ -48,9 +34,15 @@ class LightningScoreCallback(DrivenMonitor, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin, or continue from a checkpoint."""
         has_log = trainer.is_global_zero and trainer.loggers
-        log = LightningLog(trainer.loggers, self) if has_log else None
-        self.start(pl_module, log, self._saved, trainer.global_step)
+        self.start(
+            pl_module, partial(self._log, trainer.loggers) if has_log else None, self._saved, trainer.global_step
+        )
         self._saved = None
+
+    def _log(self, loggers: Sequence[Logger], record: Record) -> None:
+        for logger in () if record.rank else loggers:
+            if not self.has_sink_of(logger):
+                logger.log_metrics(dict(scalars(record, self.logged)), record.step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a micro-batch."""

@@ -1,4 +1,4 @@
-"""Reading of a log: its files, its lines, and the runs of its records.
+"""Reading of a log: its files and its lines.
 
 A log is FILE and its continuations FILE.1, FILE.2 … (`scores.1.jsonl`). Each line is a record with the name of its run,
 so a file may have several runs. When a run is resumed, its step goes back, and the new records replace those from that
@@ -6,12 +6,11 @@ step on. An incomplete last line, left by a killed process, is skipped. Files ar
 """
 
 import os
-from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from attnscale.errors import SettingError
 from attnscale.results import PlottedResult
@@ -37,89 +36,15 @@ class Log(PlottedResult):
         return found
 
 
-@dataclass
-class LoggedRun:
-    """One run of a log, with the step and the position in the log of each record: 16 bytes per record."""
-
-    number: int  # from 1, in the order of the log
-    name: str | None  # None if its lines have no run name
-    began: float  # seconds since the epoch
-    ended: float
-    steps: "array[int]" = field(default_factory=lambda: array("q"))
-    positions: "array[int]" = field(default_factory=lambda: array("q"))
-
-    @property
-    def records(self) -> int:
-        """Number of its records."""
-        return len(self.steps)
-
-    def add(self, record: Record, position: int) -> None:
-        """Add a record, replacing those from its step on."""
-        while self.steps and self.steps[-1] >= record.step:
-            self.steps.pop()
-            self.positions.pop()
-        self.steps.append(record.step)
-        self.positions.append(position)
-        self.ended = record.time
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the run as plain values for JSON."""
-        return {
-            "number": self.number,
-            "name": self.name,
-            "first_step": self.steps[0],
-            "last_step": self.steps[-1],
-            "records": self.records,
-            "began": self.began,
-            "ended": self.ended,
-        }
-
-
 class LogReader:
-    """Reads a log record by record; after one iteration, it has the runs and the number of damaged lines."""
+    """Reads a log record by record, in the order of the log, and counts damaged lines."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.runs: list[LoggedRun] = []
-        self.newest: LoggedRun | None = None  # run of the last record
         self.damaged = 0
         self.damage: list[str] = []  # error messages of the first damaged lines
 
-    def __iter__(self) -> Iterator[tuple[LoggedRun, Record]]:
-        """Yield each record with its run, in the order of the log."""
-        runs = {run.name: run for run in self.runs}
-        for position, record in enumerate(self._records()):
-            run = runs.get(record.run)
-            if run is None:
-                run = runs[record.run] = LoggedRun(len(runs) + 1, record.run, record.time, record.time)
-                self.runs.append(run)
-            run.add(record, position)
-            self.newest = run
-            yield run, record
-
-    def choose(self, wanted: str | None) -> LoggedRun:
-        """Return the run with this name or number, or the last one written."""
-        if self.newest is None:
-            raise SettingError(f"Expected records of attnscale.Monitor in {self.path}, and found none in it.")
-        if wanted is None:
-            return self.newest
-        for run in self.runs:
-            if wanted in (run.name, str(run.number)):
-                return run
-        known = ", ".join(f"{run.number}{'' if run.name is None else f' ({run.name})'}" for run in self.runs[:10])
-        more = f" and {len(self.runs) - 10} more" if len(self.runs) > 10 else ""
-        raise SettingError(f"Unknown run {wanted!r}. Expected the number or the name of one: {known}{more}.")
-
-    def records_of(self, run: LoggedRun) -> Iterator[Record]:
-        """Read the log again and yield the records of one run, in order of steps."""
-        positions = iter(run.positions)
-        awaited = next(positions, None)
-        for position, record in enumerate(LogReader(self.path)._records()):
-            if position == awaited:
-                yield record
-                awaited = next(positions, None)
-
-    def _records(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[Record]:
         try:
             for path in log_files(self.path):
                 with path.open("rb") as file:
@@ -141,10 +66,11 @@ class LogReader:
 
 def read_log(path: str | Path) -> Log:
     """Read all records of a log into memory, and count the damaged lines."""
-    reader, records = LogReader(path), dict[int, list[Record]]()
-    for run, record in reader:
-        own = records.setdefault(run.number, [])
-        del own[run.records - 1 :]  # replaced by this record
+    reader, records = LogReader(path), dict[str | None, list[Record]]()
+    for record in reader:
+        own = records.setdefault(record.run, [])
+        while own and own[-1].step >= record.step:  # the run was resumed
+            own.pop()
         own.append(record)
     return Log([record for own in records.values() for record in own], reader.damaged)
 

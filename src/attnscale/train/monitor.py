@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from attnscale.diagnose import Finding, Growth, Thresholds, diagnose, is_trained
 from attnscale.diagnose.alarm import ScaleError
 from attnscale.diagnose.finding import grouped, severity_rank
-from attnscale.diagnose.scale import correction, scale_error
+from attnscale.diagnose.scale import WRONG_SCALE, correction
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError, SinkWarning
 from attnscale.measure.stats import ScoreStats
+from attnscale.plain import counted
 from attnscale.results import PlottedResult
 from attnscale.train.history import History
-from attnscale.train.ranks import Learned, Merged, Moment, Ranks
+from attnscale.train.ranks import Learned, Merged, Ranks
 from attnscale.train.record import Record, new_name
 from attnscale.train.sampling import Clipped, Clips, Sampling
 from attnscale.train.sinks import Sink, sink_from
@@ -113,7 +114,7 @@ class Monitor(PlottedResult):
         self.sinks = [sink_from(sink) for sink in sinks]
         self._on_alarm = on_alarm
         self._logged: dict[str, int] = {}  # the worst severity in the log, by code
-        self._repeated: list[tuple[int, Finding]] = []  # steps and alarms that the log only counts
+        self._repeated: list[tuple[int, str]] = []  # steps and layers of alarms that the log only counts
         self._history = History(limits or Thresholds(), is_trained(model))
         self.steps = 0  # training steps that are over
         self.run = new_name()  # distinguishes its records from those of another run in a log
@@ -181,9 +182,10 @@ class Monitor(PlottedResult):
         self._watch = watch
 
     @property
-    def _moment(self) -> Moment:
-        """Identity of the step, for other ranks."""
-        return Moment(self._resumed, self.steps)
+    def _moment(self) -> str:
+        """Text of the present step, which tells it from steps of other ranks that were resumed otherwise."""
+        resumed = f" of a run resumed {self._resumed} times" if self._resumed else ""
+        return f"step {self.steps}{resumed}"
 
     def end(self) -> None:
         """End a training step."""
@@ -349,7 +351,7 @@ class Monitor(PlottedResult):
                 self._logged[group.first.code] = severity
                 LOGGER.warning("step %d: %s", record.step, group)
             else:
-                self._repeated += [(record.step, alarm) for alarm in group.findings]
+                self._repeated += [(record.step, alarm.layer) for alarm in group.findings]
         if self._history.is_calm:
             self._logged.clear()
             self._log_repeated()
@@ -357,9 +359,8 @@ class Monitor(PlottedResult):
     def _log_repeated(self) -> None:
         repeated, self._repeated = self._repeated, []
         if repeated:
-            alarms = f"{len(repeated)} more such alarm{'s' * (len(repeated) > 1)}"
-            layers = len({alarm.layer for _, alarm in repeated})
-            LOGGER.warning("%s in %d layer%s until step %d", alarms, layers, "s" * (layers > 1), repeated[-1][0])
+            layers = counted(len({layer for _, layer in repeated}), "layer")
+            LOGGER.warning("%s in %s until step %d", counted(len(repeated), "more such alarm"), layers, repeated[-1][0])
 
     def _audit(self, seen: Seen | None) -> Audit:
         """Diagnose the first sampled step, without notes and without heads that may be sharp on purpose."""
@@ -368,12 +369,8 @@ class Monitor(PlottedResult):
         found = diagnose(seen.layers, trained=self._history.trained).findings
         is_frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
         serious = [each for each in found if each.severity != "note" and not (is_frozen and each.code == "no_gradient")]
-        errors = {
-            name: ScaleError(error.code, correction(layer))
-            for name, layer in seen.layers.items()
-            if (error := scale_error(each for each in found if each.layer == name)) is not None
-        }
-        return serious, errors
+        wrong = {each.layer: each.code for each in reversed(found) if each.code in WRONG_SCALE and each in serious}
+        return serious, {name: ScaleError(code, correction(seen.layers[name])) for name, code in wrong.items()}
 
     def _tell(self, warning: AttnscaleWarning) -> None:
         """Issue each warning once."""

@@ -10,9 +10,9 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,16 +25,7 @@ AGAIN = 0.25  # seconds to wait for a rank that did not answer the last time
 NUMBERS: dict[tuple[int, ...], "count[int]"] = {}  # numbers the exchanges of each set of ranks
 
 Learned = tuple[float | None, float | None]  # loss and learning rate, None where not given
-
-
-class Moment(NamedTuple):
-    """A training step, and how often its run was resumed before it."""
-
-    run: int
-    step: int
-
-    def __str__(self) -> str:
-        return f"step {self.step}{f' of a run resumed {self.run} times' * (self.run > 0)}"
+Answer = tuple[int, list[float], bytes]  # number of merged ranks, their losses, and their tallies
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,10 @@ class Merged:
 
 
 class Ranks:
-    """Exchange between the ranks of a group; waits at most `timeout` seconds and calls `warn` for failures."""
+    """Exchange between the ranks of a group; waits at most `timeout` seconds and calls `warn` for failures.
+
+    A moment is the text of a training step, such as `step 50`, equal on all ranks that measure together.
+    """
 
     def __init__(
         self,
@@ -66,7 +60,7 @@ class Ranks:
         self._group, self._head_group, self._timeout, self._warn = group, head_group, timeout, warn
         self._store: Any = None
         self._written = ""  # the key of this rank's latest payload
-        self._heard: dict[int, Moment] = {}  # last moment at which each rank answered
+        self._heard: dict[int, str] = {}  # last moment at which each rank answered
         self._missed: set[int] = set()  # ranks that did not answer the last time
         self._warned: set[int] = set()
         self._warnings: list[str] = []  # from the thread of an exchange
@@ -87,31 +81,28 @@ class Ranks:
         """True on the rank that writes and warns."""
         return not self.is_needed or dist.get_rank(self._group) == 0
 
-    def merged(self, moment: Moment, own: Tallies, learning: Learned) -> Merged:
+    def merged(self, moment: str, own: Tallies, learning: Learned) -> Merged:
         """Return the merged tallies of all ranks; every rank of the group must call it, even without measurements."""
         loss, lr = learning
-        payload = pickle.dumps(([] if loss is None else [loss], to_bytes(own)))
-        exchange = self._collect if self.is_first else self._ask
-        answer = self._in_time(lambda: exchange(moment, payload))
-        ranks, merged = pickle.loads(answer) if answer else (1, payload)
-        losses, tallies = pickle.loads(merged)
+        payload = ([] if loss is None else [loss], to_bytes(own))
+        answer = self._in_time(lambda: (self._collect if self.is_first else self._ask)(moment, payload))
+        ranks, losses, tallies = answer or (1, *payload)
         mean = sum(losses) / len(losses) if losses else None  # as data-parallel training averages it
-        rank = None if answer else dist.get_rank()
-        return Merged(from_bytes(tallies), ranks, rank, self.is_first, (mean, lr))
+        return Merged(from_bytes(tallies), ranks, None if answer else dist.get_rank(), self.is_first, (mean, lr))
 
-    def break_off(self, moment: Moment) -> None:
+    def break_off(self, moment: str) -> None:
         """Tell the other ranks that this rank has no payload for this moment."""
-        self._in_time(lambda: self._write(moment, b""))
+        self._in_time(lambda: self._write(moment, None))
 
     def close(self) -> None:
         """Close the connection to the other ranks."""
         self._store = None
 
-    def _in_time(self, exchange: Callable[[], bytes]) -> bytes:
+    def _in_time(self, exchange: Callable[[], Answer | None]) -> Answer | None:
         """Run an exchange on a separate thread with a time-out, since a store without its host blocks for ever."""
         if self._thread is not None and self._thread.is_alive():
-            return b""
-        found: list[bytes] = []
+            return None
+        found: list[Answer | None] = []
 
         def run() -> None:
             try:
@@ -127,7 +118,7 @@ class Ranks:
             self._warnings.append(f"The store of the ranks did not answer within {self._timeout:g} s.")
         while self._warnings:
             self._warn(LostRankWarning(f"{self._warnings.pop(0)} Training goes on, without rows of ranks not reached."))
-        return found[0] if found else b""
+        return found[0] if found else None
 
     def _connect(self) -> None:
         if self._store is None:
@@ -136,41 +127,39 @@ class Ranks:
             number = next(NUMBERS.setdefault(tuple(self._members), count()))
             self._store = store_of_ranks(f"attnscale/{zlib.crc32(repr(self._members).encode())}/{number}")
 
-    def _collect(self, moment: Moment, own: bytes) -> bytes:
+    def _collect(self, moment: str, own: tuple[list[float], bytes]) -> Answer:
         """Merge the payloads that arrive in time, and write the result for all ranks."""
         answers = self._read(range(1, len(self._members)), moment, COLLECTING * self._timeout)
-        payloads = [own, *filter(None, answers)]  # an empty payload comes from break_off()
-        return self._write(moment, pickle.dumps((len(payloads), merge_payloads(payloads))))
+        payloads = [own, *filter(None, answers)]  # None comes from break_off()
+        losses = [loss for some, _ in payloads for loss in some]
+        merged = (len(payloads), losses, to_bytes(merge(from_bytes(tallies) for _, tallies in payloads)))
+        self._write(moment, merged)
+        return merged
 
-    def _ask(self, moment: Moment, own: bytes) -> bytes:
+    def _ask(self, moment: str, own: tuple[list[float], bytes]) -> Answer | None:
         self._write(moment, own)
-        return next(iter(self._read([0], moment, ANSWERING * self._timeout)), b"")
+        answers = self._read([0], moment, ANSWERING * self._timeout)
+        return answers[0] if answers else None
 
-    def _write(self, moment: Moment, payload: bytes) -> bytes:
-        """Write this rank's payload in place of its last one, and return it."""
-        last, self._written = self._written, _key(self._rank, moment)
-        self._store.set(self._written, payload)
+    def _write(self, moment: str, payload: Any) -> None:
+        """Write this rank's payload in place of its last one."""
+        last, self._written = self._written, f"{moment}/{self._rank}"
+        self._store.set(self._written, pickle.dumps(payload))
         if last:
             self._store.delete_key(last)
-        return payload
 
-    def _read(self, ranks: Sequence[int], moment: Moment, patience: float) -> list[bytes]:
+    def _read(self, ranks: Sequence[int], moment: str, patience: float) -> list[Any]:
         """Return the payloads of ranks at this moment; waits longer for ranks that answered the last time."""
+        keys = {rank: f"{moment}/{rank}" for rank in ranks}
         for is_late, seconds in ((False, patience), (True, AGAIN)):
-            keys = [_key(rank, moment) for rank in ranks if (rank in self._missed) == is_late]
+            awaited = [key for rank, key in keys.items() if (rank in self._missed) == is_late]
             deadline, pause = time.monotonic() + seconds, 5e-4
-            while keys and not self._store.check(keys) and time.monotonic() < deadline:
+            while awaited and not self._store.check(awaited) and time.monotonic() < deadline:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
-        present = [rank for rank in ranks if self._store.check([_key(rank, moment)])]
-        for rank in (rank for rank in ranks if rank not in present):
-            self._miss(rank, moment, patience)
-        self._heard |= dict.fromkeys(present, moment)
+        present = [rank for rank, key in keys.items() if self._store.check([key])]
         self._missed = set(ranks) - set(present)
-        return [self._store.get(_key(rank, moment)) for rank in present]
-
-    def _miss(self, rank: int, moment: Moment, patience: float) -> None:
-        if rank not in self._warned:
+        for rank in sorted(self._missed - self._warned):
             self._warned.add(rank)
             heard = f"it answered last at {self._heard[rank]}" if rank in self._heard else "it has not answered before"
             self._warnings.append(
@@ -178,13 +167,5 @@ class Ranks:
                 f"{patience:g} s; {heard}. Only what ranks measured at the same step is merged: call step() on "
                 "every rank alike, with the same `every`, and load the same state on each."
             )
-
-
-def _key(rank: int, moment: Moment) -> str:
-    return f"{moment.run}/{moment.step}/{rank}"
-
-
-def merge_payloads(payloads: Sequence[bytes]) -> bytes:
-    """Merge the losses and tallies of several ranks."""
-    losses, tallies = zip(*map(pickle.loads, payloads), strict=True)
-    return pickle.dumps((list(chain(*losses)), to_bytes(merge(map(from_bytes, tallies)))))
+        self._heard |= dict.fromkeys(present, moment)
+        return [pickle.loads(self._store.get(keys[rank])) for rank in present]

@@ -4,19 +4,22 @@ A log is summarised while it is read, so memory does not grow with its length, e
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from attnscale.diagnose.alarm import next_threshold
 from attnscale.diagnose.finding import Finding, Group, grouped, severity_rank, worst
 from attnscale.diagnose.forecast import Crossing, Growth
-from attnscale.errors import InputError
+from attnscale.errors import InputError, SettingError
 from attnscale.measure.statistics import logged
 from attnscale.plain import plain
 from attnscale.train.history import Sample, append, trend
-from attnscale.train.log import LoggedRun, LogReader
+from attnscale.train.log import LogReader
 from attnscale.train.record import LayerRecord, Record
 
 CURVE_POINTS = 640  # twice the number of points in a plotted curve
@@ -102,71 +105,95 @@ class Run:
 
 def grouped_alarms(alarms: Sequence[tuple[int, Finding]]) -> tuple[AlarmGroup, ...]:
     """Group alarms by layer and code, and then those of equal code and severity over layers."""
-    spoken, steps = dict[tuple[str, str], Finding](), dict[tuple[str, str], set[int]]()
+    worst_of, steps = dict[tuple[str, str], Finding](), dict[tuple[str, str], set[int]]()
     for step, alarm in alarms:
         key = alarm.layer, alarm.code
-        before = spoken.get(key)
-        if before is None or severity_rank(alarm.severity) >= severity_rank(before.severity):
-            spoken[key] = alarm
+        before = worst_of.setdefault(key, alarm)
+        if severity_rank(alarm.severity) >= severity_rank(before.severity):
+            worst_of[key] = alarm
         steps.setdefault(key, set()).add(step)
     return tuple(
         AlarmGroup(group, tuple(sorted({step for layer in group.layers for step in steps[layer, group.first.code]})))
-        for group in grouped(list(spoken.values()))
+        for group in grouped(list(worst_of.values()))
     )
 
 
-class Summary:
-    """Summary of a run that is updated with its records, in order of steps."""
+class LoggedRun:
+    """One run of a log, summarised while its records are read; it keeps 16 bytes per record."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int, name: str | None) -> None:
+        self.number, self.name = number, name  # from 1, in the order of the log; None if its lines have no run name
+        self.steps, self.positions = array("q"), array("q")  # of each record; its position is that in the log
+        self.began = self.ended = 0.0  # seconds since the epoch
         self._layers: dict[str, _LayerSummary] = {}
         self._alarms: list[tuple[int, Finding]] = []
-        self._steps: tuple[int, int] | None = None
-        self._losses: tuple[float, float] | None = None
+        self._losses: list[float] = []  # the first and the last
 
-    def add(self, record: Record) -> None:
-        """Add the next record, replacing those from its step on."""
+    def add(self, record: Record, position: int) -> None:
+        """Add a record, replacing those from its step on, which a resumed run repeats."""
+        while self.steps and self.steps[-1] >= record.step:
+            self.steps.pop()
+            self.positions.pop()
         while self._alarms and self._alarms[-1][0] >= record.step:
             self._alarms.pop()
-        self._steps = (self._steps[0] if self._steps else record.step, record.step)
+        self.steps.append(record.step)
+        self.positions.append(position)
+        self.began, self.ended = self.began or record.time, record.time
         if record.loss is not None:
-            self._losses = (self._losses[0] if self._losses else record.loss, record.loss)
+            self._losses = [*self._losses[:1], record.loss]
         self._alarms += [(record.step, alarm) for alarm in record.alarms]
         for name, layer in record.layers.items():
-            self._layers.setdefault(name, _LayerSummary()).add(record.step, layer)
+            self._layers.setdefault(name, _LayerSummary(layer)).add(record.step, layer)
 
-    def run(self, records: int, damaged: int = 0, damage: Sequence[str] = (), name: str | None = None) -> Run:
-        """Return the summary of the run, with this number of records."""
-        if self._steps is None:
+    def summary(self, damaged: int = 0, damage: Sequence[str] = ()) -> Run:
+        """Return the summary of the run."""
+        if not self.steps:
             raise InputError("Expected at least one record to summarise, got none.")
-        layers = [layer.run(name) for name, layer in self._layers.items()]
-        return Run(*self._steps, records, damaged, layers, self._alarms, name, tuple(damage), self._losses)
+        return Run(
+            self.steps[0],
+            self.steps[-1],
+            len(self.steps),
+            damaged,
+            [layer.run(name) for name, layer in self._layers.items()],
+            self._alarms,
+            self.name,
+            tuple(damage),
+            (self._losses[0], self._losses[-1]) if self._losses else None,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the run as plain values for JSON."""
+        return {
+            "number": self.number,
+            "name": self.name,
+            "first_step": self.steps[0],
+            "last_step": self.steps[-1],
+            "records": len(self.steps),
+            "began": self.began,
+            "ended": self.ended,
+        }
 
 
 def summarise(records: Iterable[Record], damaged: int = 0) -> Run:
     """Summarise a run from its records, at least one, in order of steps."""
-    summary, known = Summary(), list(records)
-    for record in known:
-        summary.add(record)
-    return summary.run(len(known), damaged)
+    run = LoggedRun(1, None)
+    for position, record in enumerate(records):
+        run.add(record, position)
+    return run.summary(damaged)
 
 
 class _LayerSummary:
-    def __init__(self) -> None:
-        self._first_max: float | None = None
+    def __init__(self, first: LayerRecord) -> None:
+        self._first_max = self._highest = first.whole("max")
         self._samples: list[Sample] = []
-        self._highest = math.nan
-        self._last = LayerRecord(0, {})
+        self._last = first
 
     def add(self, step: int, layer: LayerRecord) -> None:
-        largest = layer.whole("max")
-        self._first_max = largest if self._first_max is None else self._first_max
         append(self._samples, Sample.of(step, layer))
-        self._highest = max(largest, self._highest) if self._highest == self._highest else largest
+        self._highest = float(np.fmax(layer.whole("max"), self._highest))  # ignores NaN
         self._last = layer
 
     def run(self, name: str) -> LayerRun:
-        assert self._first_max is not None  # a record was added
         last, effective_max = self._last, self._samples[-1].largest
         found = trend(self._samples, last.softcap)
         return LayerRun(
@@ -184,42 +211,58 @@ class _LayerSummary:
 
 @dataclass(frozen=True)
 class Survey:
-    """All runs of a log, and the chosen one."""
+    """All runs of a log, and the summary of the chosen one."""
 
-    reader: LogReader
+    path: Path
+    runs: list[LoggedRun]
     chosen: LoggedRun
     run: Run
-
-    @property
-    def runs(self) -> list[LoggedRun]:
-        """All runs of the log."""
-        return self.reader.runs
 
     def to_dict(self) -> dict[str, Any]:
         """Return the chosen run and the list of all runs as plain values for JSON."""
         return {**self.run.to_dict(), "number": self.chosen.number, "runs": [run.to_dict() for run in self.runs]}
+
+    def records(self) -> Iterator[Record]:
+        """Read the log again and yield the records of the chosen run, in order of steps."""
+        positions = iter(self.chosen.positions)
+        awaited = next(positions, None)
+        for position, record in enumerate(LogReader(self.path)):
+            if position == awaited:
+                yield record
+                awaited = next(positions, None)
 
     def curves(self) -> list[Record]:
         """Read the log again for about CURVE_POINTS records of the run, and all records with an alarm.
 
         The first and the last record are complete; the others have one number per layer instead of one per head.
         """
-        stride, last = math.ceil(self.chosen.records / CURVE_POINTS), self.chosen.records - 1
+        stride, last = math.ceil(self.run.records / CURVE_POINTS), self.run.records - 1
         return [
             record if number in (0, last) else _without_heads(record)
-            for number, record in enumerate(self.reader.records_of(self.chosen))
+            for number, record in enumerate(self.records())
             if number % stride == 0 or number == last or record.alarms
         ]
 
 
 def survey(path: Path, wanted: str | None = None) -> Survey:
     """Read a log once and summarise the run with this name or number, or the last one written."""
-    reader, summaries = LogReader(path), dict[int, Summary]()
-    for run, record in reader:
-        summaries.setdefault(run.number, Summary()).add(record)
-    chosen = reader.choose(wanted)
-    summary = summaries[chosen.number].run(chosen.records, reader.damaged, reader.damage, chosen.name)
-    return Survey(reader, chosen, summary)
+    reader, runs, newest = LogReader(path), dict[str | None, LoggedRun](), None
+    for position, record in enumerate(reader):
+        newest = runs.setdefault(record.run, LoggedRun(len(runs) + 1, record.run))
+        newest.add(record, position)
+    if newest is None:
+        raise SettingError(f"Expected records of attnscale.Monitor in {reader.path}, and found none in it.")
+    chosen = newest if wanted is None else _chosen(list(runs.values()), wanted)
+    return Survey(reader.path, list(runs.values()), chosen, chosen.summary(reader.damaged, reader.damage))
+
+
+def _chosen(runs: Sequence[LoggedRun], wanted: str) -> LoggedRun:
+    for run in runs:
+        if wanted in (run.name, str(run.number)):
+            return run
+    known = ", ".join(f"{run.number}{'' if run.name is None else f' ({run.name})'}" for run in runs[:10])
+    more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
+    raise SettingError(f"Unknown run {wanted!r}. Expected the number or the name of one: {known}{more}.")
 
 
 def _without_heads(record: Record) -> Record:
