@@ -55,7 +55,7 @@ def test_many_shards_lose_no_more_than_rounding(rows, count):
 def test_what_ranks_send_each_other_holds_every_error():
     stats = score_stats(torch.randn(1, 2, 97, 8), torch.randn(1, 2, 97, 8), is_causal=True, rows=41)
     sent = stats.pooled
-    received = unpack(pack(sent))
+    received = unpack(pack(sent))()
     torch.testing.assert_close(received.uncertainty.covariance, sent.uncertainty.covariance, rtol=0, atol=0)
     again = ScoreStats(2, exact=False, pool=lambda: received)
     for name in ("mean", "variance", "entropy", "saturated", "jacobian_trace"):

@@ -4,15 +4,15 @@ import torch
 
 from attnscale.declared import Declared
 from attnscale.measure import score_stats
-from attnscale.measure.pooled import Table
-from attnscale.measure.stats import ScoreStats, table_of
+from attnscale.measure.pooled import Table, pack
+from attnscale.measure.stats import ScoreStats
 from attnscale.train.tally import PendingTallies, records, whole_layers
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import Layer
 
 
 def _layer(name, heads, pooled, by_kernel, gradients):
-    stats = ScoreStats(heads, exact=True, pool=Table(table_of(pooled)) if by_kernel else pooled)
+    stats = ScoreStats(heads, exact=True, pool=Table(pack(pooled, errors=False)) if by_kernel else pooled)
     norms = {side: torch.arange(1.0, heads + 1, dtype=torch.float64) for side in ("query_norm", "key_norm")}
     return Layer(
         name, "sdpa", heads, heads, 11, (), 5, 7, False, None, stats, torch.full((heads,), 0.3),

@@ -1,7 +1,6 @@
 """Measurement of one attention: every row or a sample, by a kernel or in blocks of rows, with or without its output."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda.launch import capturing, is_intercepted
 from attnscale.measure.lengths import max_bound
 from attnscale.measure.moments import ScoreMoments, linear_moments
-from attnscale.measure.pooled import SUMS, TABLE, MeasuredRows, Table, pool_rows
+from attnscale.measure.pooled import SUMS, TABLE, MeasuredRows, Table, pack, pool_rows, unpack
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 from attnscale.measure.sampling import LEAST_POSITIONS, Sample, design, foreseen_variance, sample_rows
-from attnscale.measure.stats import ScoreStats, table_of
-from attnscale.measure.uncertainty import Uncertainty, packed_size
+from attnscale.measure.stats import ScoreStats
+from attnscale.measure.uncertainty import packed_size
 from attnscale.numerics import without_autocast
 from attnscale.torch_internals import in_transform, looks_on, modes_in_place, sdpa_backward, unseen
 from attnscale.visibility import Visibility
@@ -215,9 +214,9 @@ def _measure_by_op(call: Call, rows: int | None) -> ScoreStats:
     if not torch.compiler.is_compiling():
         refuse_vmap(call.query, call.key)
     options = *_options_of(call), call.sinks, rows
-    table, errors = measured_scores(call.query.detach(), call.key.detach(), *options)
+    table = unpack(measured_scores(call.query.detach(), call.key.detach(), *options))
     exact = rows is None or _takes_all(call, rows)
-    pool = Table(table, None if exact else partial(Uncertainty.unpacked, errors, len(SUMS)))
+    pool = Table(table.columns) if exact else table
     return ScoreStats(call.query.shape[1], exact=exact, pool=pool)
 
 
@@ -232,18 +231,15 @@ def _takes_all(call: Call, rows: int) -> bool:
 @torch.library.custom_op(
     "attnscale::measured_scores",
     mutates_args=(),
-    schema=f"(Tensor query, Tensor key, {OPTIONS}, Tensor? sinks, SymInt? rows) -> (Tensor, Tensor)",
+    schema=f"(Tensor query, Tensor key, {OPTIONS}, Tensor? sinks, SymInt? rows) -> Tensor",
 )
-def measured_scores(query: Tensor, key: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """Return the table of the heads, and its packed uncertainty if rows were sampled."""
+def measured_scores(query: Tensor, key: Tensor, *given: Any) -> Tensor:
+    """Return the table of the heads, followed by its uncertainty if rows were sampled."""
     *options, rows = given
-    pooled = measured(_call_of(query, key, key, *options), rows).pooled
-    nothing = pooled.sums.new_zeros(len(pooled.sums), packed_size(len(SUMS)) if rows is not None else 0)
-    return table_of(pooled), nothing if pooled.uncertainty is None else pooled.uncertainty.packed()
+    return pack(measured(_call_of(query, key, key, *options), rows).pooled, errors=rows is not None)
 
 
 @measured_scores.register_fake
-def _measured_scores_fake(query: Tensor, key: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    widths = TABLE, packed_size(len(SUMS)) if given[-1] is not None else 0
-    table, errors = (query.new_empty(query.shape[1], width, dtype=torch.float64) for width in widths)
-    return table, errors
+def _measured_scores_fake(query: Tensor, key: Tensor, *given: Any) -> Tensor:
+    width = TABLE + (packed_size(len(SUMS)) if given[-1] is not None else 0)
+    return query.new_empty(query.shape[1], width, dtype=torch.float64)

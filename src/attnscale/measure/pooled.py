@@ -7,8 +7,9 @@ and Σ(s − μ)² of a row become n, Σ(s − μ) + nδ and Σ(s − μ)² + 2�
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -18,10 +19,8 @@ from attnscale.measure.sampling import Sample
 from attnscale.measure.uncertainty import (
     Uncertainty,
     chance_of_participation,
-    packed_size,
     uncertainty_of_totals,
 )
-from attnscale.measure.uncertainty import merged as merged_uncertainty
 from attnscale.theory.limits import SATURATED_TOP1
 from attnscale.torch_internals import in_transform
 
@@ -32,10 +31,16 @@ SUMS = (
     "sink", "learned_sink",
 )  # fmt: skip
 NUMBERS = ("rows", "count", "mean", "max", "max_bound", "max_above_mean")
-FINISHED = (  # quotients of sums: computed when read, or by a kernel
+FINISHED = (  # quotients of sums, and roots of quotients
     "variance", "std", "variance_within_rows", "std_within_rows",
     "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys", "sink", "learned_sink",
 )  # fmt: skip
+DENOMINATOR = {"mean": "scores", "variance": "scores", "variance_within_rows": "scores", "entropy": "rows"} | {
+    "entropy_ratio": "rows_of_several",
+    **dict.fromkeys(("top1", "saturated", "jacobian_trace", "effective_keys", "sink"), "rows"),
+}
+NUMERATOR = {"mean": "deviations", "variance": "squares", "variance_within_rows": "within"}
+ROOT_OF = {"std": "variance", "std_within_rows": "variance_within_rows"}
 TABLE = len(NUMBERS) + len(SUMS) + len(FINISHED) + 2
 
 
@@ -51,17 +56,33 @@ class Pooled:
     max_above_mean: Tensor  # largest score above the mean of its row
     sums: Tensor  # (heads, len(SUMS)), float64
     errors: Uncertainty | Callable[[], Uncertainty] | None = None  # uncertainty of the sums; None if exact
-    finished: Mapping[str, Tensor] = field(default_factory=dict)  # statistics that a kernel has already divided
+    quotients: Mapping[str, Tensor] | None = None  # `finished`, if a kernel has computed it
 
     @cached_property
     def uncertainty(self) -> Uncertainty | None:
         """Uncertainty of the sums, computed when first read."""
         return self.errors() if callable(self.errors) else self.errors
 
+    @property
+    def finished(self) -> Mapping[str, Tensor]:
+        """Statistics of each head: the mean and FINISHED; NaN for a head without rows."""
+        return self._divided if self.quotients is None else self.quotients
+
+    @cached_property
+    def _divided(self) -> Mapping[str, Tensor]:
+        sums = dict(zip(SUMS, self.sums.unbind(-1), strict=True))
+        above = torch.stack([sums[NUMERATOR.get(name, name)] for name in DENOMINATOR])
+        below = torch.stack([sums[name] for name in DENOMINATOR.values()])
+        found = dict(zip(DENOMINATOR, above / torch.where(below > 0, below, torch.nan), strict=True))
+        found |= {root: found[square].sqrt() for root, square in ROOT_OF.items()}
+        found["mean"] = torch.where(sums["scores"] > 0, self.mean, torch.nan)
+        found["learned_sink"] = torch.where(sums["learned_sink"] > 0, sums["learned_sink"] / sums["rows"], torch.nan)
+        return found
+
 
 @dataclass(frozen=True, eq=False)  # a hash of its fields fails in a graph of torch 2.11
 class Table:
-    """Table written by a kernel, float64 (heads, TABLE): NUMBERS, SUMS, FINISHED, and rows and count as int64."""
+    """Table of the heads, float64 (heads, TABLE): NUMBERS, SUMS, FINISHED, and rows and count as int64."""
 
     columns: Tensor
     errors: Callable[[], Uncertainty] | None = None
@@ -75,8 +96,23 @@ class Table:
             rows, count = looked_rows.long(), looked_scores.long()
         else:
             rows, count = rows.view(torch.int64), count.view(torch.int64)
-        finished = dict(zip(FINISHED, columns, strict=True))
-        return Pooled(rows, count, mean, largest, bound, above, sums, self.errors, finished | {"mean": mean})
+        finished = dict(zip(FINISHED, columns, strict=True)) | {"mean": mean}
+        return Pooled(rows, count, mean, largest, bound, above, sums, self.errors, finished)
+
+
+def pack(pooled: Pooled, *, errors: bool = True) -> Tensor:
+    """Return the columns of a Table and, in further columns, the uncertainty of each head's sums."""
+    numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
+    finished = torch.stack([pooled.finished[name] for name in FINISHED], dim=-1)
+    whole = torch.stack([pooled.rows, pooled.count], dim=-1).long().view(torch.float64)
+    uncertainty = (pooled.uncertainty or Uncertainty.none(pooled.sums)).packed() if errors else finished[:, :0]
+    return torch.cat([numbers, pooled.sums, finished, whole, uncertainty], dim=-1)
+
+
+def unpack(packed: Tensor) -> Table:
+    """Reverse pack()."""
+    columns, errors = packed[:, :TABLE], packed[:, TABLE:]
+    return Table(columns, partial(Uncertainty.unpacked, errors, len(SUMS)) if errors.shape[1] else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,8 +215,8 @@ def merged(parts: list[Pooled]) -> Pooled:
     mean = torch.stack(weighted).sum(0) / torch.where(total > 0, total, 1.0)
     pooled = torch.stack([_moved(part.sums, part.mean - mean) for part in parts]).sum(0)
     pooled[:, SUMS.index("deviations")] = 0.0
-    known = [(_move(part.mean - mean), part.uncertainty) for part in parts if part.errors is not None]
-    uncertainties = [uncertainty.moved(move) for move, uncertainty in known if uncertainty is not None]
+    uncertain = [(part.mean - mean, part.uncertainty) for part in parts]
+    errors = [uncertainty.moved(_move(delta)) for delta, uncertainty in uncertain if uncertainty is not None]
     return Pooled(
         rows=torch.stack([part.rows for part in parts]).sum(0),
         count=torch.stack([part.count for part in parts]).sum(0),
@@ -189,7 +225,7 @@ def merged(parts: list[Pooled]) -> Pooled:
         max_bound=torch.stack([part.max_bound for part in parts]).amax(0),
         max_above_mean=torch.stack([part.max_above_mean for part in parts]).amax(0),
         sums=pooled,
-        errors=merged_uncertainty(uncertainties),
+        errors=reduce(add, errors) if errors else None,
     )
 
 
@@ -207,27 +243,3 @@ def _move(delta: Tensor) -> Tensor:
     matrix[:, 2, 0] = delta**2
     matrix[:, 2, 1] = 2 * delta
     return matrix
-
-
-def pack(pooled: Pooled) -> Tensor:
-    """Pack the numbers, sums and uncertainty of each head into one float64 row."""
-    numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
-    uncertainty = Uncertainty.none(pooled.sums) if pooled.errors is None else pooled.uncertainty
-    assert uncertainty is not None
-    return torch.cat([numbers, pooled.sums, uncertainty.packed()], dim=-1)
-
-
-def unpack(packed: Tensor) -> Pooled:
-    """Reverse pack()."""
-    numbers, sums, rest = packed.split([len(NUMBERS), len(SUMS), packed_size(len(SUMS))], dim=-1)
-    rows, count, mean, largest, bound, above = numbers.unbind(-1)
-    return Pooled(
-        rows=rows.to(torch.int64),
-        count=count.to(torch.int64),
-        mean=mean,
-        max=largest,
-        max_bound=bound,
-        max_above_mean=above,
-        sums=sums,
-        errors=Uncertainty.unpacked(rest, len(SUMS)),
-    )

@@ -6,7 +6,6 @@ The variance of an estimated total is the textbook one for rows drawn without re
 
 import math
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,11 +112,6 @@ class Uncertainty:
 def packed_size(sums: int) -> int:
     """Return the number of values per head in packed()."""
     return sums**2 + 5
-
-
-def merged(parts: list[Uncertainty]) -> Uncertainty | None:
-    """Return the uncertainty of the sums over all parts; None if there are no parts."""
-    return reduce(Uncertainty.__add__, parts) if parts else None
 
 
 def uncertainty_of_totals(sample: "Sample", features: Tensor, least: Tensor, feature: int) -> Uncertainty:
