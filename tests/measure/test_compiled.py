@@ -224,6 +224,6 @@ def test_the_operators_keep_torchs_rules():
     inputs = tensors(kv_heads=kv_heads)
     call = scaled_call(*inputs, EVERYTHING, None, True, None)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    given = call.query.detach(), call.key.detach(), None, None, None, 0, None, call.scale, 3.0
+    given = call.query.detach(), call.key.detach(), call.scale, None, None, None, 0, None, 3.0
     torch.library.opcheck(measured_scores, (*given, None, 5), test_utils=checks)
     torch.library.opcheck(measured_scores, (*given, None, None), test_utils=checks)

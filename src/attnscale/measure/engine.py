@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.nested import any_nested
-from attnscale.attending.running import run
 from attnscale.inputs import check_inputs, check_sinks
-from attnscale.measure import ragged
-from attnscale.measure.cuda import attention as on_cuda
+from attnscale.measure import attending, ragged
 from attnscale.measure.cuda.launch import is_intercepted, layout_key
-from attnscale.measure.measuring import attend_rows, attends_rows, check_rows, measure, moments_of
+from attnscale.measure.measuring import check_rows, measure, moments_of
 from attnscale.measure.moments import ScoreMoments
-from attnscale.measure.pooled import MeasuredRows
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import uncompiled, without_autocast
 from attnscale.operator import scaled_call
@@ -121,21 +118,13 @@ def attention_with_stats(
     seen = Visibility.of(attn_mask, is_causal)
     call = scaled_call(query, key, value, seen, scale, enable_gqa, softcap, dropout_p, sinks)
     direct: Planned | None = None
-    if rows is None and on_cuda.attends(call):
-        output, stats = on_cuda.attend(call)
-        if layouts is not None:
-            kernel = on_cuda.kernel_for(call.query, call.key, call.value, call.scale, is_causal)
-            direct = partial(on_cuda.attend_directly, kernel, call.scale, is_causal)
-    elif rows is not None and sinks is None and on_cuda.measures(call):
-        output, stats = on_cuda.attend_sampling(call, rows)
-        direct = partial(on_cuda.sample_directly, rows, dropout_p, call.scale, is_causal)
-    elif rows is None and attends_rows(call):
-        output, found = attend_rows(call)
-        stats = ScoreStats(call.query.shape[1], exact=True, pool=MeasuredRows(found))
+    if rows is not None and sinks is None and attending.takes_plain(call) and not is_intercepted(query, key):
+        direct = partial(attending.attend_sampling, rows, dropout_p, call.scale, is_causal)
+        output, stats = direct(call.query, call.key, call.value)
     else:
-        output = run(call)
-        with torch.no_grad(), without_autocast(call.query):
-            stats = measure(call, rows)
+        output, stats = attending.attend_or_measure(call, rows)
+        if layouts is not None and rows is None and attending.attends(call):
+            direct = partial(attending.attend_directly, attending.attend_for(call), call.scale, is_causal)
     is_as_passed = call.query is query and call.key is key and call.value is value
     if direct is not None and layouts is not None and is_as_passed:
         if len(PLANS) >= MOST_PLANS:

@@ -128,13 +128,8 @@ class MeasuredRows:
         return pool_rows(self.rows, self.bound, self.sample)
 
 
-def pool_rows(
-    rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None, *, errors: bool = True
-) -> Pooled:
-    """Pool the rows of each head over batch and position; from sampled rows, estimate the sums over all rows.
-
-    `errors=False` frees the rows, but standard errors are then not available.
-    """
+def pool_rows(rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None) -> Pooled:
+    """Pool the rows of each head over batch and position; from sampled rows, estimate the sums over all rows."""
     seen = rows.visible > 0
     weight = None if sample is None else sample.weights.to(rows.max.device, non_blocking=True)
     mean = _mean(rows, weight)
@@ -153,7 +148,7 @@ def pool_rows(
         max_bound=highest if bound is None else torch.maximum(bound.double(), highest),
         max_above_mean=above,
         sums=pooled,
-        errors=None if sample is None or not errors else partial(uncertainty_of, rows, sample, mean),
+        errors=None if sample is None else partial(uncertainty_of, rows, sample, mean),
     )
 
 

@@ -59,35 +59,33 @@ def measures(call: Call) -> bool:
 
 def measure(call: Call, rows: int | None) -> ScoreStats:
     """Measure every row, or about this many rows for each head; the mask has False or −∞ for hidden keys."""
-    from attnscale.measure.cuda import finish, masked_rows  # imported when needed: a CPU may have no triton
-    from attnscale.measure.cuda import rows as every_row
-
-    (batch, heads, q_len, _), kv_len, seen = call.query.shape, call.key.shape[2], call.visibility
-    planned = None if rows is None else design(rows, q_len, batch, not seen.is_full)
+    batch, _, q_len, _ = call.query.shape
+    planned = None if rows is None else design(rows, q_len, batch, not call.visibility.is_full)
+    if planned is None:
+        return measure_every_row(call)
     with torch.no_grad():
-        if planned is not None:
-            return measure_rows(call, planned, max_bound(call)).stats
-        sinks = own_sinks(call)
-        if not seen.is_plain or call.softcap is not None:
-            table = finish.finish(masked_rows.score_masked_rows(call, None, kv_len), sinks=sinks)
-        elif q_len == 1:
-            table = _measure_one_query(
-                call.query, call.key[:, :, :1] if seen.is_causal else call.key, call.scale, sinks
-            )
+        return measure_rows(call, planned, max_bound(call)).stats
+
+
+def measure_every_row(call: Call, starts: Tensor | None = None) -> ScoreStats:
+    """Measure every row; with the `starts` of packed sequences, each row over the keys of its own sequence."""
+    from attnscale.measure.cuda import masked_rows, rows  # imported when needed: a CPU may have no triton
+    from attnscale.measure.cuda.finish import finish
+
+    query, key, seen, weights = call.query, call.key, call.visibility, None
+    with torch.no_grad():
+        if starts is None and (not seen.is_plain or call.softcap is not None):
+            sums = masked_rows.score_masked_rows(call, None, key.shape[2])
+        elif starts is None and query.shape[2] == 1:  # over spans of keys that fill a GPU
+            key = key[:, :, :1] if seen.is_causal else key
+            alike = Call(heads_as_rows(query, key), key, key, EVERYTHING, 0.0, call.scale, None)
+            sums = masked_rows.score_masked_rows(alike, None, key_span(alike.query, key))
+            sums = sums.view(*sums.shape[:3], query.shape[1], 1)
+            weights = torch.ones(1, dtype=torch.float64, device=query.device)
         else:
-            sums = every_row.score_rows(call.query, call.key, call.scale, seen.is_causal)
-            table = finish.finish(sums.unsqueeze(1), sinks=sinks)
-    return ScoreStats(heads, exact=True, pool=Table(table), refreshed=capturing())
-
-
-def _measure_one_query(query: Tensor, key: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """Return the table of a query over spans of keys that fill a GPU."""
-    from attnscale.measure.cuda import finish, masked_rows
-
-    call = Call(heads_as_rows(query, key), key, key, EVERYTHING, 0.0, scale, None)
-    sums = masked_rows.score_masked_rows(call, None, key_span(call.query, key))
-    weights = torch.ones(1, dtype=torch.float64, device=query.device)
-    return finish.finish(sums.view(*sums.shape[:3], query.shape[1], 1), weights, sinks=sinks)
+            sums = rows.score_rows(query, key, call.scale, seen.last == 0, starts).unsqueeze(1)
+        table = finish(sums, weights, sinks=own_sinks(call))
+    return ScoreStats(query.shape[1], exact=True, pool=Table(table), refreshed=capturing())
 
 
 def heads_as_rows(query: Tensor, key: Tensor) -> Tensor:
