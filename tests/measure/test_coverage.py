@@ -8,7 +8,7 @@ import torch
 
 from attnscale import score_stats
 from attnscale.measure import sampling
-from attnscale.measure.pooled import MeasuredRows
+from attnscale.measure.pooled import pool_rows
 from attnscale.measure.row_blocks import rows_of
 from attnscale.measure.sampling import design
 from attnscale.measure.stats import ScoreStats
@@ -72,7 +72,7 @@ def test_positions_that_stand_for_a_whole_batch_are_few():
     planned = design(64, 256, 16, uneven=True)
     sample = planned.sample(planned.draw())
     rows = rows_of(torch.randn(16, 3, len(sample.positions), 256), None)
-    stats = ScoreStats(3, exact=False, pool=MeasuredRows(rows, None, sample))
+    stats = ScoreStats(3, exact=False, pool=pool_rows(rows, None, sample))
     assert stats.doubts() == [FEW] * 3
 
 
@@ -81,14 +81,14 @@ def test_positions_drawn_for_each_entry_tell_their_errors():
     torch.manual_seed(0)
     batch, heads, length = 16, 3, 256
     scores = torch.randn(batch, heads, length, 61) * torch.linspace(0.5, 2.0, length).unsqueeze(-1)
-    exact = ScoreStats(heads, exact=True, pool=MeasuredRows(rows_of(scores, None)))
+    exact = ScoreStats(heads, exact=True, pool=pool_rows(rows_of(scores, None)))
     planned = design(64, length, batch, uneven=True)
     covered = []
     for _ in range(60):
         sample = planned.sample(torch.from_numpy(planned.draws(batch)).long())
         at = sample.positions[:, None, :, None].expand(-1, heads, -1, scores.shape[-1])
         rows = rows_of(scores.gather(2, at), None)
-        stats = ScoreStats(heads, exact=False, pool=MeasuredRows(rows, None, sample))
+        stats = ScoreStats(heads, exact=False, pool=pool_rows(rows, None, sample))
         assert stats.doubts() == [None] * heads
         off = torch.stack([(getattr(stats, n) - getattr(exact, n)).abs() / stats.stderr(n) for n in ("entropy", "std")])
         covered.append(off < 1.96)

@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from attnscale.measure.lengths import (
-    head_lengths,
-    lengths_of_both,
-    mean_lengths,
-)
+from attnscale.measure.lengths import head_lengths, mean_lengths
 
 LAYOUTS = {
     "in a row": lambda x: x,
@@ -60,8 +56,3 @@ def test_what_is_left_out_may_be_no_number():
     query, left_out = torch.ones(1, 2, 5, 4), torch.tensor([[False, True, False, False, True]])
     query[:, :, left_out[0]] = torch.nan
     assert [found.tolist() for found in mean_lengths(query, query, (left_out, left_out))] == [[2.0, 2.0]] * 2
-
-
-def test_queries_and_keys_of_unlike_widths_are_measured_all_the_same():
-    query, key = torch.ones(1, 2, 9, 4), torch.ones(1, 1, 4, 9)
-    assert [found.tolist() for found in lengths_of_both(query, key)] == [[6.0, 6.0], [6.0, 6.0]]

@@ -33,7 +33,7 @@ from attnscale.measure.cuda.sdpa import (
 )
 from attnscale.measure.lengths import max_bound
 from attnscale.measure.measuring import call_of, measure, options_of
-from attnscale.measure.pooled import TABLE, MeasuredRows, Table, pack
+from attnscale.measure.pooled import TABLE, Pooled, Table, pack, pool_rows
 from attnscale.measure.row_blocks import measure_rows as measure_in_blocks
 from attnscale.measure.sampling import design
 from attnscale.measure.stats import ScoreStats
@@ -45,7 +45,7 @@ ENOUGH_PROGRAMS = 100  # in a decoding step, with one program for each key head;
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 """Function of query, key, value, scale and starts of sequences that returns output, lse and sums of every row."""
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, MeasuredRows | Table]]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Callable[[], Pooled]]]
 """Function of query, key, value and starts of sequences that returns output, lse and statistics."""
 
 
@@ -136,7 +136,7 @@ def attend_for(call: Call, in_sequences: bool = False) -> Attend:
     return partial(_attend_by_kernel, kernel_for(*given, call.scale, is_causal, in_sequences), call.scale)
 
 
-def _attend_in_blocks(call: Call, *_: Tensor | None) -> tuple[Tensor, Tensor, MeasuredRows]:
+def _attend_in_blocks(call: Call, *_: Tensor | None) -> tuple[Tensor, Tensor, Callable[[], Pooled]]:
     shape = *call.query.shape[:-1], call.value.shape[-1]
     output = torch.empty(shape, dtype=torch.promote_types(call.query.dtype, torch.float32))
     rows = measure_in_blocks(call, output=output)
@@ -145,7 +145,7 @@ def _attend_in_blocks(call: Call, *_: Tensor | None) -> tuple[Tensor, Tensor, Me
         rows = rows.with_sinks(call.sinks)
         assert rows.learned_sink is not None
         output.mul_(torch.where(rows.visible > 0, 1.0 - rows.learned_sink, 0.0).unsqueeze(-1))
-    return output.to(call.query.dtype), lse, MeasuredRows(rows)
+    return output.to(call.query.dtype), lse, partial(pool_rows, rows)
 
 
 def _attend_by_kernel(
@@ -240,7 +240,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        back = Pass(grad, *ctx.saved_tensors, ctx.scale, ctx.is_causal)
+        query, key, value, output, lse = ctx.saved_tensors
+        back = Pass(grad, query, key, value, output, lse, ctx.scale, ctx.is_causal)
         packed = ctx.starts is not None
         gradients = packed_gradients(back, ctx.starts, ctx.longest) if packed else attention_gradients(back)
         return *gradients, *(None,) * 5

@@ -1,6 +1,7 @@
 """Measurement of one attention: every row or a sample, by a kernel or in blocks of rows, with or without its output."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda.launch import capturing, is_intercepted
 from attnscale.measure.lengths import max_bound
 from attnscale.measure.moments import ScoreMoments, linear_moments
-from attnscale.measure.pooled import SUMS, TABLE, MeasuredRows, Table, pack, unpack
+from attnscale.measure.pooled import SUMS, TABLE, Table, pack, pool_rows, unpack
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import LEAST_POSITIONS, Sample, design, foreseen_variance, sample_rows
@@ -42,12 +43,12 @@ def measured(call: Call, rows: int | None, lse: Tensor | None = None) -> ScoreSt
         return sampled.measure(call, rows)
     sample = None if rows is None else _sample(call, rows)
     if sample is None:
-        pool = MeasuredRows(_with_sinks(call, measure_rows(call)))
+        pool = partial(pool_rows, _with_sinks(call, measure_rows(call)))
     else:
         entries = sample.entries if len(call.query) > 1 else None  # not needed for a batch of one
         positions = sample.positions.to(call.query.device, non_blocking=True)
         found = _with_sinks(call, measure_rows(call, positions, entries=entries))
-        pool = MeasuredRows(found, max_bound(call, lse), sample)
+        pool = partial(pool_rows, found, max_bound(call, lse), sample)
     refreshed = call.query.is_cuda and capturing()
     return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool, refreshed=refreshed)
 

@@ -115,19 +115,6 @@ def unpack(packed: Tensor) -> Table:
     return Table(columns, partial(Uncertainty.unpacked, errors, len(SUMS)) if errors.shape[1] else None)
 
 
-@dataclass(frozen=True, eq=False)
-class MeasuredRows:
-    """Rows of one call, pooled when a statistic is first read."""
-
-    rows: RowSums
-    bound: Tensor | None = None  # upper bound of the scores of each head, if rows were sampled
-    sample: Sample | None = None
-
-    def __call__(self) -> Pooled:
-        """Pool the rows, with their sampling uncertainty."""
-        return pool_rows(self.rows, self.bound, self.sample)
-
-
 def pool_rows(rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None) -> Pooled:
     """Pool the rows of each head over batch and position; from sampled rows, estimate the sums over all rows."""
     seen = rows.visible > 0
@@ -174,27 +161,23 @@ def _highest(values: Tensor, seen: Tensor) -> Tensor:
 
 
 def _quantities(rows: RowSums, seen: Tensor, mean: Tensor) -> Iterator[Tensor]:
-    """Yield the quantities of SUMS in order, one at a time to save memory: float64 (batch, heads, rows)."""
+    """Yield the quantities of SUMS in order, float64 (batch, heads, rows)."""
     nothing = torch.zeros((), dtype=torch.float64, device=rows.max.device)
     yield rows.visible.double()
     away = torch.where(seen, rows.mean.double() - mean[:, None], nothing)
     yield rows.visible * away
     within = torch.where(seen, rows.deviation.double(), nothing)
     yield within + rows.visible * away**2
-    del away
     yield within
-    del within
     yield seen.double()
     entropy = torch.where(seen, rows.entropy, nothing)
     yield entropy
     several = seen & (rows.outcomes > 1)
     yield several.double()
     yield torch.where(several, entropy / rows.outcomes.clamp(min=2).double().log(), nothing)
-    del entropy
     top1 = torch.where(seen, rows.top1, nothing)
     yield top1
     yield (top1 > SATURATED_TOP1).double()
-    del top1
     participation = torch.where(seen, rows.participation.double(), 1.0)
     yield (1.0 - participation).clamp(min=0.0)
     yield torch.where(seen, 1.0 / participation, nothing)

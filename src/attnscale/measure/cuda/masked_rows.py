@@ -20,11 +20,11 @@ from attnscale.measure.cuda.launch import (
     Launch,
     Layout,
     capability,
-    largest_tiles,
     layout_key,
     masked_tiles,
     sample_tiles,
     tile_constants,
+    tiles,
     unit_stride,
 )
 from attnscale.measure.cuda.rows import VANISHED, key_tile
@@ -304,10 +304,10 @@ def _launch(
     (*_, rows, head_dim), _, dtype, device, _ = query
     by_row = mask is not None and mask[0][2] > 1 and mask[1][2] != 0
     known = head_dim, dtype, capability(device)
-    if is_largest:
-        cut = largest_tiles(rows, *known, by_row)
+    if sampled is not None:
+        cut = sample_tiles(sampled, *known, has_first)
     else:
-        cut = masked_tiles(*known, by_row) if sampled is None else sample_tiles(sampled, *known, has_first)
+        cut = tiles(rows, *known) if is_largest and not by_row else masked_tiles(*known, by_row)
     constants = {
         **tile_constants(cut, head_dim, dtype, device),
         "GIVEN_ROWS": sampled is not None,
