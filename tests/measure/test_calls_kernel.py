@@ -21,6 +21,7 @@ if UNFIT:
 
 from attnscale.measure import attending
 from attnscale.measure.cuda import sampled
+from attnscale.measure.cuda.finish import finish
 
 batch, heads, kv_heads, q_len, kv_len, head_dim = 2, 6, 2, 37, 53, 16
 
@@ -54,7 +55,7 @@ def call_of(seen, length=q_len):
 def attend_by_kernel(call, in_sequences=False):
     tensors = call.query, call.key, call.value
     kernel = attending.kernel_for(*tensors, call.scale, call.visibility.is_causal, in_sequences)
-    return partial(attending._attend_by_kernel, kernel, call.scale)
+    return partial(attending._attend_by_kernel, kernel, finish, call.scale)
 
 
 def scores_of(call):

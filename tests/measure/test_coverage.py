@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from attnscale import score_stats
-from attnscale.measure import sampling
 from attnscale.measure.pooled import pool_rows
 from attnscale.measure.row_blocks import rows_of
 from attnscale.measure.sampling import design
@@ -53,11 +52,6 @@ def test_an_error_that_rows_cannot_tell_is_nan_and_says_why(name):
     assert stats.entropy.isfinite().all()  # the estimate is one nevertheless
 
 
-def test_an_exact_statistic_leaves_no_doubt():
-    query, key = torch.randn(1, 2, 31, 8), torch.randn(1, 2, 31, 8)
-    assert score_stats(query, key).doubts() == [None, None]
-
-
 def test_doubts_of_few_rows_fade_as_rows_add_up():
     torch.manual_seed(0)
     query, key = torch.randn(2, 2, 97, 64), torch.randn(2, 2, 97, 64)
@@ -65,15 +59,6 @@ def test_doubts_of_few_rows_fade_as_rows_add_up():
     assert parts[0].doubts() == [FEW, FEW]
     assert (parts[0] + parts[1]).doubts() == [None, None]
     assert (parts[0] + parts[1]).stderr("entropy").isfinite().all()
-
-
-def test_positions_that_stand_for_a_whole_batch_are_few():
-    # what is looked at of attention written out: 64 rows of 16 entries are four positions
-    planned = design(64, 256, 16, uneven=True)
-    sample = planned.sample(planned.draw())
-    rows = rows_of(torch.randn(16, 3, len(sample.positions), 256), None)
-    stats = ScoreStats(3, exact=False, pool=pool_rows(rows, None, sample))
-    assert stats.doubts() == [FEW] * 3
 
 
 def test_positions_drawn_for_each_entry_tell_their_errors():
@@ -94,14 +79,6 @@ def test_positions_drawn_for_each_entry_tell_their_errors():
         covered.append(off < 1.96)
     share = torch.stack(covered).double().mean()
     assert 0.9 < share < 0.99
-
-
-def test_rows_of_all_batch_entries_are_looked_at_and_stand_for_all():
-    batch, length = 5, 41
-    sample = sampling.sample_rows(31, batch, length, uneven=True, foreseen=None)
-    assert len({*zip(sample.entries.tolist(), sample.positions.tolist(), strict=True)}) == 31
-    assert set(sample.entries.tolist()) == set(range(batch))
-    assert sample.weights.sum().item() == pytest.approx(batch * length)
 
 
 def test_rows_drawn_from_a_batch_have_the_sums_of_their_own_entry():

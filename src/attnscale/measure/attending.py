@@ -132,8 +132,10 @@ def attend_for(call: Call, in_sequences: bool = False) -> Attend:
     """Return the function that attends to tensors with the layouts of this call."""
     if not call.query.is_cuda:
         return partial(_attend_in_blocks, call)
+    from attnscale.measure.cuda.finish import finish  # imported when needed: a CPU may have no triton
+
     given, is_causal = (call.query, call.key, call.value), call.visibility.last == 0
-    return partial(_attend_by_kernel, kernel_for(*given, call.scale, is_causal, in_sequences), call.scale)
+    return partial(_attend_by_kernel, kernel_for(*given, call.scale, is_causal, in_sequences), finish, call.scale)
 
 
 def _attend_in_blocks(call: Call, *_: Tensor | None) -> tuple[Tensor, Tensor, Callable[[], Pooled]]:
@@ -149,10 +151,14 @@ def _attend_in_blocks(call: Call, *_: Tensor | None) -> tuple[Tensor, Tensor, Ca
 
 
 def _attend_by_kernel(
-    kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None
+    kernel: Kernel,
+    finish: Callable[[Tensor], Tensor],
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Table]:
-    from attnscale.measure.cuda.finish import finish  # imported when needed: a CPU may have no triton
-
     output, lse, sums = kernel(query, key, value, scale, starts)
     return output, lse, Table(finish(sums.unsqueeze(1)))
 
