@@ -31,6 +31,7 @@ class Drawn:
 
     def __init__(self, planned, entries, device):
         self.planned, self.entries = planned, entries
+        self.weights = planned.sample(planned.stratum).weights.double()
 
     def next(self):
         return self.planned.sample(torch.from_numpy(self.planned.draws(self.entries)))

@@ -119,7 +119,7 @@ def attention_with_stats(
     call = scaled_call(query, key, value, seen, scale, enable_gqa, softcap, dropout_p, sinks)
     direct: Planned | None = None
     if rows is not None and sinks is None and attending.takes_plain(call) and not is_intercepted(query, key):
-        direct = partial(attending.attend_sampling, rows, dropout_p, call.scale, is_causal)
+        direct = partial(attending.attend_sampling, rows, dropout_p, call.scale, call.visibility.is_causal)
         output, stats = direct(call.query, call.key, call.value)
     else:
         output, stats = attending.attend_or_measure(call, rows)

@@ -29,7 +29,7 @@ from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.numerics import HALF_DTYPES, uncompiled, without_autocast
 from attnscale.rules.apply import Scale
-from attnscale.torch_internals import sequences_backward, unseen, without_modes
+from attnscale.torch_internals import in_transform, sequences_backward, unseen, without_modes
 
 BACKWARD_WIDTH = 8  # torch's backward of packed sequences needs head dimensions that are multiples of this
 
@@ -114,7 +114,7 @@ def _attend(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreStats]:
         attend = attend_for(row, in_sequences=True)
         output, stats = attend_directly(attend, row.scale, is_causal, *given, ragged.rows.offsets, longest)
         return as_one_row(output), stats
-    if rows is None and row.query.device.type == "cpu" and not unseen(row.query):
+    if rows is None and row.query.device.type == "cpu" and not unseen(row.query) and not in_transform():
         both = [attend_or_measure(call, None) for call in ragged.calls()]
         return ragged.joined([output for output, _ in both]), _merged(ragged, [stats for _, stats in both])
     output = run_sequences(ragged)

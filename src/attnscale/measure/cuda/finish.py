@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.cuda.launch import Launch, Tiles, counters
+from attnscale.measure.cuda.sequence_tiles import SIZES
 from attnscale.measure.lengths import BOUND_SLACK
 from attnscale.measure.pooled import FINISHED, NUMBERS, SUMS, TABLE
 from attnscale.theory.limits import SATURATED_TOP1
@@ -52,12 +53,8 @@ POOLED_ROWS = 128  # pooled at once, four for each thread of one warp, so that s
 SAMPLED_ROWS = 64  # pooled at once
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch", "heads", "count", "spans", "rows_each",
-    ],
-    do_not_specialize_on_alignment=["bounds_at", "sinks_at", "table_at"],  # parts of larger tensors
-)  # fmt: skip
+# What may be a part of a larger tensor is not specialised by alignment.
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["bounds_at", "sinks_at", "table_at"])
 def finish_kernel(
     sums_at,
     weights_at,

@@ -9,13 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.cuda.launch import LEAST_WIDTH, Launch, Layout, Tiles, layout_key, padded_width, unit_stride
+from attnscale.measure.cuda.sequence_tiles import SIZES
 
 PROGRAMS = 264  # two for each multiprocessor of an H200
 TILE_ELEMENTS = 4096
 
 
 @triton.jit(
-    do_not_specialize=["heads", "keys", "group", "batch", "q_len", "kv_len"],
+    do_not_specialize=SIZES,
     do_not_specialize_on_alignment=["sums_at"],  # a part of a larger tensor
 )
 def lengths_kernel(

@@ -28,6 +28,7 @@ from attnscale.measure.cuda.launch import (
     unit_stride,
 )
 from attnscale.measure.cuda.rows import VANISHED, key_tile
+from attnscale.measure.cuda.sequence_tiles import SIZES
 
 SLACK: tl.constexpr = tl.constexpr(1 + 1e-4)  # rounding may raise a score above the product of the norms by this factor
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
@@ -37,7 +38,7 @@ ADDED: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit(
-    do_not_specialize=["heads", "group", "count", "kv_len", "kv_span", "first", "last"],
+    do_not_specialize=SIZES,
     do_not_specialize_on_alignment=["rows_at", "limit_at", "largest_at", "calls_at"],  # parts of larger tensors
 )
 def masked_kernel(

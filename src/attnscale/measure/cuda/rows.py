@@ -21,7 +21,7 @@ from attnscale.measure.cuda.launch import (
     token_layout_key,
     unit_stride,
 )
-from attnscale.measure.cuda.sequence_tiles import FIELDS, most_tiles, tiles_of
+from attnscale.measure.cuda.sequence_tiles import FIELDS, SIZES, most_tiles, tiles_of
 
 LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
 LN_2: tl.constexpr = tl.constexpr(math.log(2))
@@ -30,7 +30,7 @@ MANY_ROWS = 2**16  # of packed sequences, whose lengths only the device knows
 VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key's −∞ times zero is NaN
 
 
-@triton.jit(do_not_specialize=["heads", "group", "count", "kv_len"])  # one compilation for all lengths
+@triton.jit(do_not_specialize=SIZES)
 def rows_kernel(
     query_at,
     key_at,

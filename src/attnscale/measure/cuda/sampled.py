@@ -4,7 +4,7 @@ A training step asks for a few rows of each call, written to a buffer: probe().
 """
 
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -138,17 +138,12 @@ def measure_rows(call: Call, planned: Design, bounds: Tensor | None, table: Tens
     """
     from attnscale.measure.cuda import finish, masked_rows  # imported when needed: a CPU may have no triton
 
-    sample = drawn_ahead(planned, len(call.query), call.query.device).next()
+    drawn = drawn_ahead(planned, len(call.query), call.query.device)
+    sample = drawn.next()
     sums = masked_rows.score_masked_rows(call, sample.positions, key_span(call.query, call.key))
     sinks = own_sinks(call)
-    table = finish.finish(sums, weights_of(planned, call.query.device), bounds, sinks, table)
+    table = finish.finish(sums, drawn.weights, bounds, sinks, table)
     return SampledRows(sample, sums, table, sinks)
-
-
-@cache
-def weights_of(planned: Design, device: torch.device) -> Tensor:
-    """Return the number of positions that each sampled one represents, on the device."""
-    return planned.sample(planned.stratum).weights.double().to(device, non_blocking=True)
 
 
 class DrawnAhead:
@@ -157,6 +152,8 @@ class DrawnAhead:
     def __init__(self, planned: Design, batch: int, device: torch.device) -> None:
         self.planned, self.batch, self.device = planned, batch, device
         self.stream, self.raw = torch.cuda.current_stream(device), current_stream(device.index)  # stream of the copies
+        weights = planned.sample(planned.stratum).weights  # number of positions that each sampled one represents
+        self.weights = weights.double().to(device, non_blocking=True)
         self.drawn: tuple[Tensor, ...] = ()
         self.used = 0
 
@@ -170,7 +167,7 @@ class DrawnAhead:
         positions = self.drawn[self.used]
         self.used += 1
         if is_capturing:
-            CAPTURED.append(positions)
+            CAPTURED.extend((positions, self.weights))
         elif current_stream(self.device.index) != self.raw:  # the raw handle is cheaper to read than a Stream
             stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(self.stream)
@@ -183,7 +180,7 @@ class DrawnAhead:
         self.stream, self.raw = torch.cuda.current_stream(self.device), current_stream(self.device.index)
 
 
-CAPTURED: list[Tensor] = []  # positions that a graph reads at every replay, so they are never freed
+CAPTURED: list[Tensor] = []  # read at every replay of a graph, so they are never freed
 
 
 @lru_cache(maxsize=64)

@@ -14,10 +14,15 @@ FIELDS: tl.constexpr = tl.constexpr(4)  # for each tile: start and length of its
 AT_ONCE: tl.constexpr = tl.constexpr(256)  # sequences, or tiles of one
 TILES_BESIDE: tl.constexpr = tl.constexpr(16)  # tiles of one, each beside so many sequences:
 SEQUENCES_BESIDE: tl.constexpr = tl.constexpr(128)
+# Arguments of all kernels that are sizes: one compilation serves all of them.
+SIZES = [
+    *("batch", "heads", "keys", "group", "count", "q_len", "kv_len", "kv_span", "first", "last"),
+    *("spans", "rows_each"),
+]
 MOST_SORTED = 1024  # sequences; with more, each program has many tiles and the work is even without sorting
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=SIZES)
 def tiles_kernel(starts_at, tiles_at, count, TILE_ROWS: tl.constexpr, SORTED: tl.constexpr):
     """Write the tiles of one sequence, last rows first; the last program writes the total number of tiles.
 
