@@ -141,6 +141,25 @@ def uncertainty_of_totals(sample: "Sample", features: Tensor, least: Tensor, fea
     )
 
 
+def foreseen_error(values: Tensor, stratum: Tensor, sizes: Tensor) -> Tensor:
+    """Return cumulants (heads, 3) of the sampling error of the total of `values`, (heads, rows) ordered by stratum.
+
+    They are the second cumulant, the third, and the sum over strata of the squared second cumulant. `stratum` is that
+    of each sampled row, `sizes` are the numbers of rows in each.
+    """
+    values, numbers = values.double(), sizes.to(torch.float64)
+    taken = torch.bincount(stratum, minlength=len(sizes)).double()
+    of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    means = values.new_zeros(len(values), len(sizes)).index_add_(1, of, values) / numbers.clamp(min=1)
+    apart = values - means[:, of]
+    left = (numbers - taken) / taken.clamp(min=1)
+    second = numbers / (numbers - 1).clamp(min=1) * left
+    third = numbers**2 * left * (numbers - 2 * taken) / ((numbers - 1) * (numbers - 2)).clamp(min=1)
+    third = third / taken.clamp(min=1)
+    each = values.new_zeros(len(values), len(sizes)).index_add_(1, of, apart.square() * second[of])
+    return torch.stack([each.sum(1), (apart.pow(3) * third[of]).sum(1), each.square().sum(1)], dim=-1)
+
+
 def chance_of_participation(rows: RowSums, positions: int) -> Tensor:
     """Return the theoretical variance of Σp² over rows, (batch, heads, rows), in a head with this many positions.
 
