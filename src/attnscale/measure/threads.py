@@ -30,22 +30,22 @@ def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads
     """
     queue, most = deque(tasks), torch.get_num_threads()
     if min(most, threads) < 2 or torch.compiler.is_compiling() or in_transform():  # other threads are outside of both
-        work(_taken(queue))
+        work(_tasks_from(queue))
         return
     infers = torch.is_inference_mode_enabled()  # a new thread starts with the default
 
     def run() -> None:
         with torch.inference_mode(infers):
-            work(_taken(queue))
+            work(_tasks_from(queue))
 
     with _STARTING:
-        pool = _started(most)
+        pool = _thread_pool(most)
     running = [pool.submit(run) for _ in range(min(threads, most, len(queue)))]
     for future in running:
         future.result()
 
 
-def _taken(queue: deque[Task]) -> Iterator[Task]:
+def _tasks_from(queue: deque[Task]) -> Iterator[Task]:
     while True:
         try:
             yield queue.popleft()
@@ -54,7 +54,7 @@ def _taken(queue: deque[Task]) -> Iterator[Task]:
 
 
 @cache
-def _started(threads: int) -> ThreadPoolExecutor:
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
     """Start threads that run every operator single-threaded; cached, since MKL never frees the buffers of a thread."""
     pool, started = ThreadPoolExecutor(threads, "attnscale"), Barrier(threads + 1)
 
@@ -71,4 +71,4 @@ def _started(threads: int) -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):  # a forked child does not inherit the threads
-    os.register_at_fork(after_in_child=_started.cache_clear)
+    os.register_at_fork(after_in_child=_thread_pool.cache_clear)
