@@ -1,10 +1,8 @@
 """ScoreStats from the full matrix, in NumPy float64."""
 
 import numpy as np
-import torch
 
 from attnscale import reference
-from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 
 NAMES = (
     "mean",
@@ -78,11 +76,6 @@ def assert_stats(stats, scores, rtol=2e-5, atol=2e-6, sinks=None):
 
 
 ROW_NAMES = ("max", "total", "gap", "participation", "mean", "deviation", "first")
-
-
-def over_shards(parts):
-    """Merge the sums of the same rows over shards of their keys."""
-    return RowSums(*(torch.stack([getattr(part, name) for part in parts]) for name in ROW_FIELDS)).over_shards()
 
 
 def expected_rows(scores):

@@ -1,11 +1,13 @@
 """The calls that a GPU serves, from tensors to statistics, with kernels in triton's interpreter."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from attnscale.attending.call import Call
-from attnscale.measure.pooled import TABLE, Table
+from attnscale.measure.pooled import TABLE
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.sampling import design
 from attnscale.measure.stats import ScoreStats
@@ -17,7 +19,9 @@ from .oracle import assert_stats
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
-from attnscale.measure.cuda import attention, sampled
+from attnscale.measure import attending
+from attnscale.measure.cuda import sampled
+from attnscale.measure.cuda.finish import finish
 
 batch, heads, kv_heads, q_len, kv_len, head_dim = 2, 6, 2, 37, 53, 16
 
@@ -27,6 +31,7 @@ class Drawn:
 
     def __init__(self, planned, entries, device):
         self.planned, self.entries = planned, entries
+        self.weights = planned.sample(planned.stratum).weights.double()
 
     def next(self):
         return self.planned.sample(torch.from_numpy(self.planned.draws(self.entries)))
@@ -37,7 +42,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(sampled, "drawn_ahead", Drawn)
     monkeypatch.setattr("attnscale.measure.cuda.launch._are_taken", lambda vectors: True)
-    monkeypatch.setattr(attention, "on_hopper", lambda device: False)
+    monkeypatch.setattr(attending, "on_hopper", lambda device: False)
 
 
 def call_of(seen, length=q_len):
@@ -46,6 +51,12 @@ def call_of(seen, length=q_len):
         for count, rows in ((heads, length), (kv_heads, kv_len), (kv_heads, kv_len))
     )
     return Call(query, key, value, seen, 0.0, 0.3, None)
+
+
+def attend_by_kernel(call, in_sequences=False):
+    tensors = call.query, call.key, call.value
+    kernel = attending.kernel_for(*tensors, call.scale, call.visibility.is_causal, in_sequences)
+    return partial(attending._attend_by_kernel, kernel, finish, call.scale)
 
 
 def scores_of(call):
@@ -59,13 +70,12 @@ def scores_of(call):
 def test_every_row_is_measured_with_the_output_and_without(length, is_causal):
     call = call_of(Visibility.of(None, is_causal), length)
     tensors = call.query, call.key, call.value
-    kernel = attention.kernel_for(*tensors, call.scale, is_causal)
-    output, lse, table = attention._attended(*tensors, kernel, call.scale)
+    output, lse, table = attend_by_kernel(call)(*tensors, None)
     expected = F.scaled_dot_product_attention(
         call.query, call.key, call.value, scale=call.scale, is_causal=is_causal, enable_gqa=True
     )
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
-    assert_stats(ScoreStats(heads, True, Table(table)), scores_of(call), rtol=2e-5, atol=2e-5)
+    assert_stats(ScoreStats(heads, True, table), scores_of(call), rtol=2e-5, atol=2e-5)
     alone = sampled.measure(call, None)
     assert_stats(alone, scores_of(call), rtol=2e-5, atol=2e-5)
     assert alone.exact
@@ -130,10 +140,10 @@ def test_a_probe_leaves_to_others_what_has_few_rows():
 def test_packed_sequences_attend_to_themselves(is_causal):
     call = call_of(Visibility(), kv_len)
     query, key, value = (tensor[:1] for tensor in (call.query, call.key, call.value))
-    output, stats = attention.attend_directly(
-        attention.kernel_for(query, key, value, 0.3, is_causal, in_sequences=True),
-        *(0.3, is_causal, query, key, value, torch.tensor([0, 17, 17, kv_len])),
-    )
+    seen = Visibility.of(None, is_causal)
+    attend = attend_by_kernel(Call(query, key, value, seen, 0.0, 0.3, None), in_sequences=True)
+    starts = torch.tensor([0, 17, 17, kv_len])
+    output, stats = attending.attend_directly(attend, 0.3, is_causal, query, key, value, starts)
     for begin, end in ((0, 17), (17, kv_len)):
         own = (tensor[:, :, begin:end] for tensor in (query, key, value))
         alone = F.scaled_dot_product_attention(*own, scale=0.3, is_causal=is_causal, enable_gqa=True)

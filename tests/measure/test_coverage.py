@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from attnscale import score_stats
-from attnscale.measure import sampling
-from attnscale.measure.pooled import MeasuredRows
+from attnscale.measure.pooled import pool_rows
 from attnscale.measure.row_blocks import rows_of
 from attnscale.measure.sampling import design
 from attnscale.measure.stats import ScoreStats
@@ -53,11 +52,6 @@ def test_an_error_that_rows_cannot_tell_is_nan_and_says_why(name):
     assert stats.entropy.isfinite().all()  # the estimate is one nevertheless
 
 
-def test_an_exact_statistic_leaves_no_doubt():
-    query, key = torch.randn(1, 2, 31, 8), torch.randn(1, 2, 31, 8)
-    assert score_stats(query, key).doubts() == [None, None]
-
-
 def test_doubts_of_few_rows_fade_as_rows_add_up():
     torch.manual_seed(0)
     query, key = torch.randn(2, 2, 97, 64), torch.randn(2, 2, 97, 64)
@@ -67,41 +61,24 @@ def test_doubts_of_few_rows_fade_as_rows_add_up():
     assert (parts[0] + parts[1]).stderr("entropy").isfinite().all()
 
 
-def test_positions_that_stand_for_a_whole_batch_are_few():
-    # what is looked at of attention written out: 64 rows of 16 entries are four positions
-    planned = design(64, 256, 16, uneven=True)
-    sample = planned.sample(planned.draw())
-    rows = rows_of(torch.randn(16, 3, len(sample.positions), 256), None)
-    stats = ScoreStats(3, exact=False, pool=MeasuredRows(rows, None, sample))
-    assert stats.doubts() == [FEW] * 3
-
-
 def test_positions_drawn_for_each_entry_tell_their_errors():
     # what kernels of a GPU look at
     torch.manual_seed(0)
     batch, heads, length = 16, 3, 256
     scores = torch.randn(batch, heads, length, 61) * torch.linspace(0.5, 2.0, length).unsqueeze(-1)
-    exact = ScoreStats(heads, exact=True, pool=MeasuredRows(rows_of(scores, None)))
+    exact = ScoreStats(heads, exact=True, pool=pool_rows(rows_of(scores, None)))
     planned = design(64, length, batch, uneven=True)
     covered = []
     for _ in range(60):
         sample = planned.sample(torch.from_numpy(planned.draws(batch)).long())
         at = sample.positions[:, None, :, None].expand(-1, heads, -1, scores.shape[-1])
         rows = rows_of(scores.gather(2, at), None)
-        stats = ScoreStats(heads, exact=False, pool=MeasuredRows(rows, None, sample))
+        stats = ScoreStats(heads, exact=False, pool=pool_rows(rows, None, sample))
         assert stats.doubts() == [None] * heads
         off = torch.stack([(getattr(stats, n) - getattr(exact, n)).abs() / stats.stderr(n) for n in ("entropy", "std")])
         covered.append(off < 1.96)
     share = torch.stack(covered).double().mean()
     assert 0.9 < share < 0.99
-
-
-def test_rows_of_all_batch_entries_are_looked_at_and_stand_for_all():
-    batch, length = 5, 41
-    sample = sampling.sample_rows(31, batch, length, uneven=True, foreseen=None)
-    assert len({*zip(sample.entries.tolist(), sample.positions.tolist(), strict=True)}) == 31
-    assert set(sample.entries.tolist()) == set(range(batch))
-    assert sample.weights.sum().item() == pytest.approx(batch * length)
 
 
 def test_rows_drawn_from_a_batch_have_the_sums_of_their_own_entry():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnscale import attention_with_stats, score_stats
-from attnscale.measure import sampling
+from attnscale.measure import attending, sampling
 from attnscale.measure.cuda import sampled
 
 from .oracle import NAMES
@@ -139,13 +139,11 @@ def test_a_replayed_graph_refreshes_them(device, way, rows):
 @on_gpu
 @pytest.mark.parametrize("rows", [None, 29])
 def test_autocast_changes_nothing_where_everything_is_bfloat16_already(device, rows, monkeypatch):
-    from attnscale.measure.cuda import attention
-
     tensors = qkv(device, torch.bfloat16)
     wanted = shown(_seeded("with the output", tensors, rows))
     seen = []
-    kernel = attention._attended if rows is None else attention.measure_rows
-    monkeypatch.setattr(attention, kernel.__name__, lambda *given: seen.append(1) or kernel(*given))
+    kernel = attending._attend_by_kernel if rows is None else attending.measure_rows
+    monkeypatch.setattr(attending, kernel.__name__, lambda *given: seen.append(1) or kernel(*given))
     with torch.autocast("cuda", torch.bfloat16):
         stats = _seeded("with the output", tensors, rows)
     assert seen == [1]

@@ -10,10 +10,9 @@ from attnscale import reference
 from attnscale.attending.call import Call
 from attnscale.measure import ScoreStats
 from attnscale.measure.lengths import BOUND_SLACK
-from attnscale.measure.pooled import Table, pool_rows
+from attnscale.measure.pooled import Table, pack, pool_rows
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample
-from attnscale.measure.stats import table_of
 from attnscale.numerics import KERNEL_DTYPES
 from attnscale.visibility import Visibility
 
@@ -279,4 +278,4 @@ def on_a_cpu(sums, bounds, rows, weights, sinks):
         highest = bounds.double()
         highest = highest + BOUND_SLACK * highest.abs().clamp(min=1.0)
     each = torch.arange(rows.shape[1])
-    return table_of(pool_rows(merged, highest, Sample(rows, each, weights), errors=False))
+    return pack(pool_rows(merged, highest, Sample(rows, each, weights)), errors=False)

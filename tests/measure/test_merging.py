@@ -8,15 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from attnscale import score_moments, score_stats
-from attnscale.attending.call import Call
+from attnscale import score_stats
 from attnscale.measure.pooled import pack, unpack
-from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.stats import ScoreStats
-from attnscale.visibility import Visibility
 from tests.ranks import on_ranks
 
-from .oracle import NAMES, over_shards
+from .oracle import NAMES
 
 
 def assert_same(left, right, rtol=1e-12):
@@ -55,42 +52,11 @@ def test_many_shards_lose_no_more_than_rounding(rows, count):
 def test_what_ranks_send_each_other_holds_every_error():
     stats = score_stats(torch.randn(1, 2, 97, 8), torch.randn(1, 2, 97, 8), is_causal=True, rows=41)
     sent = stats.pooled
-    received = unpack(pack(sent))
+    received = unpack(pack(sent))()
     torch.testing.assert_close(received.uncertainty.covariance, sent.uncertainty.covariance, rtol=0, atol=0)
     again = ScoreStats(2, exact=False, pool=lambda: received)
     for name in ("mean", "variance", "entropy", "saturated", "jacobian_trace"):
         torch.testing.assert_close(again.stderr(name), stats.stderr(name))
-
-
-def row_sums(query, key, mask=None):
-    return measure_rows(Call(query, key, key, Visibility(mask=mask), 0.0, 1.0, None))
-
-
-@pytest.mark.parametrize("cuts", [(3,), (1, 2, 7)])
-def test_keys_on_several_ranks_merge_row_by_row(cuts):
-    query = torch.randn(2, 3, 5, 8, dtype=torch.float64) * 3
-    key = torch.randn(2, 3, 11, 8, dtype=torch.float64)
-    shards = [row_sums(query, part) for part in key.tensor_split(cuts, dim=-2)]
-    merged = over_shards(shards)
-    whole = row_sums(query, key)
-    for name in ("visible", "max", "total", "gap", "participation", "mean", "deviation", "first", "entropy", "lse"):
-        torch.testing.assert_close(getattr(merged, name), getattr(whole, name), rtol=1e-12, atol=1e-12)
-    moments = score_moments(query, key[..., : cuts[0], :], scale=1.0) + score_moments(
-        query, key[..., cuts[0] :, :], scale=1.0
-    )
-    torch.testing.assert_close(moments.variance, score_moments(query, key, scale=1.0).variance)
-
-
-def test_a_rank_whose_keys_a_row_cannot_see_changes_nothing():
-    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 6, 8)
-    seen = row_sums(query, key)
-    blind = row_sums(query, key, torch.zeros(1, 1, 4, 6, dtype=torch.bool))
-    for merged in (over_shards([seen, blind]), over_shards([blind, seen])):
-        for name in ("visible", "max", "total", "gap", "participation", "mean", "deviation", "first"):
-            torch.testing.assert_close(getattr(merged, name), getattr(seen, name))
-    nothing = over_shards([blind, blind])
-    assert nothing.visible.max() == 0
-    assert nothing.total.max() == 0
 
 
 def _rank(rank, world, port, results):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnscale import attention_with_stats, reference, score_stats
+from attnscale.measure.attending import attention_rows
 from attnscale.measure.cuda import sdpa as fused
-from attnscale.measure.cuda.attention import attention_rows
 from attnscale.torch_internals import sdpa_backward
 
 from ..precision import assert_as_exact_as_sdpa, worst

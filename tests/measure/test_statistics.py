@@ -50,10 +50,6 @@ def test_every_public_statistic_of_score_stats_is_in_the_catalogue():
     assert properties - {"keys", "pooled"} == set(of_scores())  # keys are of the mask, pooled is what all are told from
 
 
-def test_to_dict_has_all_of_them_in_the_order_of_the_catalogue(stats):
-    assert list(stats[0].to_dict()) == ["heads", "exact", *of_scores()]
-
-
 def test_what_is_shown_of_a_log_is_in_the_log():
     for place in (Place.LIVE, Place.RUN, Place.MAP):
         assert all(entry.places & Place.LOG for entry in in_place(place))

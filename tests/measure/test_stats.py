@@ -148,18 +148,6 @@ def test_a_learned_sink_in_sampled_rows_has_errors_that_hold():
         assert ((getattr(some, name) - getattr(exact, name)).abs() <= 5 * some.stderr(name) + 1e-12).all(), name
 
 
-def test_statistics_with_a_sink_are_final_and_in_a_graph_the_same():
-    query, key = tensors()
-    sinks = SINKS.clone().requires_grad_()
-    stats = score_stats(query, key, sinks=sinks)
-    with torch.no_grad():
-        sinks += 7
-    wanted = score_stats(query, key, sinks=SINKS)
-    torch.testing.assert_close(stats.entropy, wanted.entropy)
-    compiled = torch.compile(lambda q, k, s: score_stats(q, k, sinks=s), fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(query, key, SINKS).learned_sink, wanted.learned_sink)
-
-
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("seen", [Visibility.causal(from_the_end=True), Visibility.causal(window=2)], ids=str)
 def test_blocks_of_rows_that_see_no_key_by_their_position_are_counted_out(seen, softcap):
@@ -180,11 +168,6 @@ def test_tiny_sizes(rows, keys):
     assert stats.rows.tolist() == [rows, rows]
     if rows:
         assert stats.top1.tolist() == [1.0, 1.0]
-
-
-def test_many_keys():
-    query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 65_537, 8)
-    assert_stats(score_stats(query, key), scores_of(query, key))
 
 
 sizes = st.integers(1, 24)

@@ -1,21 +1,18 @@
 """Public functions that measure attention scores."""
 
 from collections.abc import Callable, Hashable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.nested import any_nested
-from attnscale.attending.running import run
 from attnscale.inputs import check_inputs, check_sinks
-from attnscale.measure import ragged
-from attnscale.measure.cuda import attention as on_cuda
+from attnscale.measure import attending, ragged
 from attnscale.measure.cuda.launch import is_intercepted, layout_key
-from attnscale.measure.measuring import attend_rows, attends_rows, check_rows, measure, moments_of
+from attnscale.measure.measuring import check_rows, measure, moments_of
 from attnscale.measure.moments import ScoreMoments
-from attnscale.measure.pooled import MeasuredRows
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import uncompiled, without_autocast
 from attnscale.operator import scaled_call
@@ -23,11 +20,17 @@ from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
 from attnscale.visibility import Mask, Visibility
 
-# For short sequences on a GPU, the time on the host dominates. If the scale is a number, the checks and the folding
-# depend only on tensor layouts and flags, so a repeated call goes directly to its kernels.
 Planned = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ScoreStats]]
-PLANS: dict[Hashable, Planned] = {}
-MOST_PLANS = 4096  # limits memory if every batch has another length
+
+
+@lru_cache(maxsize=4096)
+def _plans_for(layouts: Hashable) -> list[Planned]:
+    """Return the plan for calls with these layouts; an empty list until one of them has passed the checks.
+
+    For short sequences on a GPU, the time on the host dominates. If the scale is a number, the checks and the folding
+    depend on layouts and flags only, so a repeated call goes directly to its kernels.
+    """
+    return []
 
 
 def score_stats(
@@ -108,39 +111,29 @@ def attention_with_stats(
         check_rows(rows)
         options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p, sinks
         return uncompiled(ragged.nested_attention_with_stats)(query, key, value, rows, *options)
-    layouts = None
+    plans: list[Planned] | None = None
     if attn_mask is None and softcap is None and sinks is None:
         layouts = _layouts_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)
-        planned = PLANS.get(layouts)
-        if planned is not None:
-            return planned(query, key, value)
+        plans = None if layouts is None else _plans_for(layouts)
+        if plans:
+            return plans[0](query, key, value)
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     check_rows(rows)
     shape = attention_shape(query, key, value, enable_gqa)
     check_sinks(sinks, query)
     seen = Visibility.of(attn_mask, is_causal)
     call = scaled_call(query, key, value, seen, scale, enable_gqa, softcap, dropout_p, sinks)
-    direct: Planned | None = None
-    if rows is None and on_cuda.attends(call):
-        output, stats = on_cuda.attend(call)
-        if layouts is not None:
-            kernel = on_cuda.kernel_for(call.query, call.key, call.value, call.scale, is_causal)
-            direct = partial(on_cuda.attend_directly, kernel, call.scale, is_causal)
-    elif rows is not None and sinks is None and on_cuda.measures(call):
-        output, stats = on_cuda.attend_sampling(call, rows)
-        direct = partial(on_cuda.sample_directly, rows, dropout_p, call.scale, is_causal)
-    elif rows is None and attends_rows(call):
-        output, found = attend_rows(call)
-        stats = ScoreStats(call.query.shape[1], exact=True, pool=MeasuredRows(found))
+    plan: Planned | None = None
+    if rows is not None and sinks is None and attending.takes_plain(call) and not is_intercepted(query, key):
+        plan = partial(attending.attend_sampling, rows, dropout_p, call.scale, call.visibility.is_causal)
+        output, stats = plan(call.query, call.key, call.value)
     else:
-        output = run(call)
-        with torch.no_grad(), without_autocast(call.query):
-            stats = measure(call, rows)
+        output, stats = attending.attend_or_measure(call, rows)
+        if plans is not None and rows is None and attending.attends(call):
+            plan = partial(attending.attend_directly, attending.attend_for(call), call.scale, is_causal)
     is_as_passed = call.query is query and call.key is key and call.value is value
-    if direct is not None and layouts is not None and is_as_passed:
-        if len(PLANS) >= MOST_PLANS:
-            PLANS.clear()
-        PLANS[layouts] = direct
+    if plan is not None and plans is not None and is_as_passed:
+        plans.append(plan)
     return output.reshape(shape), stats
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.launch import kernels_take
+from attnscale.measure.row_blocks import measure_rows
 from attnscale.numerics import wide_dtype, without_autocast
 
 SLACK = 1 + 1e-4  # rounding may lift a score above the bound from the norms
-BLOCK_SCORES = 2**20  # scores of one head computed at once, without the kernel
 
 
 def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call) -> None:
@@ -35,10 +35,8 @@ def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call) ->
             masked_rows.raise_largest_(largest, limit, calls, call, _highest_added(call))
         else:
             calls += 1.0
-            for entry, head, rows in _rows_that_may_pass(limit, call):
-                for some in rows.split(max(1, BLOCK_SCORES // call.key.shape[-2])):
-                    highest = _scores(call, entry, head, some).amax().nan_to_num(torch.inf, torch.inf, -torch.inf)
-                    largest[head] = torch.maximum(largest[head], highest.to(largest))
+            with without_autocast(call.query):
+                _raise_in_blocks(largest, limit, call)
 
 
 def _highest_added(call: Call) -> Tensor | None:
@@ -47,29 +45,18 @@ def _highest_added(call: Call) -> Tensor | None:
     return None if bias is None else bias.amax().float().clamp(min=0.0)
 
 
-def _rows_that_may_pass(limit: Tensor, call: Call) -> list[tuple[int, int, Tensor]]:
-    """Return (entry, head, rows) that may exceed the limit; all rows on a GPU, to avoid a synchronisation."""
-    query, key = call.query, call.key
-    batch, heads, length, _ = query.shape
+def _raise_in_blocks(largest: Tensor, limit: Tensor, call: Call) -> None:
+    query, key, positions = call.query, call.key, None
     if not query.numel() or not key.numel():
-        return []
-    if query.device.type != "cpu":
-        every = torch.arange(length, device=query.device)
-        return [(entry, head, every) for entry in range(batch) for head in range(heads)]
+        return
     longest = torch.linalg.vector_norm(key, dim=-1, dtype=wide_dtype(key)).amax(-1).repeat_interleave(call.group, 1)
     reach = torch.linalg.vector_norm(query, dim=-1, dtype=wide_dtype(query)) * longest[..., None]
     reach, added = reach * (abs(call.scale) * SLACK), _highest_added(call)
-    reach = reach if added is None else reach + added
-    passes = ~(reach <= limit)  # True for NaN
-    found = passes.any(-1).nonzero().tolist()
-    return [(entry, head, passes[entry, head].nonzero()[:, 0]) for entry, head in found]
-
-
-def _scores(call: Call, entry: int, head: int, rows: Tensor) -> Tensor:
-    """Return the scores of these rows of one head; −∞ for hidden keys."""
-    query, key = call.query[entry, head, rows], call.key[entry, head // call.group]
-    with without_autocast(query):  # autocast would compute the product in half precision
-        scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT * call.scale
-    scores = scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
-    added = call.visibility.at(entry, slice(head, head + 1)).added(rows, slice(0, key.shape[0]), scores)
-    return scores if added is None else scores + added.reshape(-1, *added.shape[-2:])[0]
+    may_pass = ~((reach if added is None else reach + added) <= limit)  # True for NaN
+    if query.device.type == "cpu":  # all rows on a GPU, to avoid a synchronisation
+        positions = may_pass.any(0).any(0).nonzero()[:, 0]
+        if not len(positions):
+            return
+    highest = measure_rows(call, positions).max.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf)
+    highest = highest.to(largest).masked_fill(~may_pass.any(2).any(0), -torch.inf)
+    largest.copy_(torch.maximum(largest, highest))

@@ -22,15 +22,6 @@ def head_lengths(vectors: Tensor) -> Tensor:
     return torch.linalg.vector_norm(each, dim=(0, 2), dtype=torch.float64)  # type: ignore[no-any-return]
 
 
-def lengths_of_both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return head_lengths() of the queries, and of the keys that each query head uses.
-
-    >>> [found.tolist() for found in lengths_of_both(torch.ones(1, 2, 9, 1), torch.ones(1, 1, 4, 1))]
-    [[3.0, 3.0], [2.0, 2.0]]
-    """
-    return head_lengths(query), _shared(head_lengths(key), query)
-
-
 def mean_lengths(
     query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)
 ) -> tuple[Tensor, Tensor]:

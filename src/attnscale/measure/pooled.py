@@ -7,8 +7,9 @@ and Σ(s − μ)² of a row become n, Σ(s − μ) + nδ and Σ(s − μ)² + 2�
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -18,10 +19,8 @@ from attnscale.measure.sampling import Sample
 from attnscale.measure.uncertainty import (
     Uncertainty,
     chance_of_participation,
-    packed_size,
     uncertainty_of_totals,
 )
-from attnscale.measure.uncertainty import merged as merged_uncertainty
 from attnscale.theory.limits import SATURATED_TOP1
 from attnscale.torch_internals import in_transform
 
@@ -32,10 +31,16 @@ SUMS = (
     "sink", "learned_sink",
 )  # fmt: skip
 NUMBERS = ("rows", "count", "mean", "max", "max_bound", "max_above_mean")
-FINISHED = (  # quotients of sums: computed when read, or by a kernel
+FINISHED = (  # quotients of sums, and roots of quotients
     "variance", "std", "variance_within_rows", "std_within_rows",
     "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys", "sink", "learned_sink",
 )  # fmt: skip
+DENOMINATOR = {"mean": "scores", "variance": "scores", "variance_within_rows": "scores", "entropy": "rows"} | {
+    "entropy_ratio": "rows_of_several",
+    **dict.fromkeys(("top1", "saturated", "jacobian_trace", "effective_keys", "sink"), "rows"),
+}
+NUMERATOR = {"mean": "deviations", "variance": "squares", "variance_within_rows": "within"}
+ROOT_OF = {"std": "variance", "std_within_rows": "variance_within_rows"}
 TABLE = len(NUMBERS) + len(SUMS) + len(FINISHED) + 2
 
 
@@ -51,17 +56,33 @@ class Pooled:
     max_above_mean: Tensor  # largest score above the mean of its row
     sums: Tensor  # (heads, len(SUMS)), float64
     errors: Uncertainty | Callable[[], Uncertainty] | None = None  # uncertainty of the sums; None if exact
-    finished: Mapping[str, Tensor] = field(default_factory=dict)  # statistics that a kernel has already divided
+    quotients: Mapping[str, Tensor] | None = None  # `finished`, if a kernel has computed it
 
     @cached_property
     def uncertainty(self) -> Uncertainty | None:
         """Uncertainty of the sums, computed when first read."""
         return self.errors() if callable(self.errors) else self.errors
 
+    @property
+    def finished(self) -> Mapping[str, Tensor]:
+        """Statistics of each head: the mean and FINISHED; NaN for a head without rows."""
+        return self._divided if self.quotients is None else self.quotients
+
+    @cached_property
+    def _divided(self) -> Mapping[str, Tensor]:
+        sums = dict(zip(SUMS, self.sums.unbind(-1), strict=True))
+        above = torch.stack([sums[NUMERATOR.get(name, name)] for name in DENOMINATOR])
+        below = torch.stack([sums[name] for name in DENOMINATOR.values()])
+        found = dict(zip(DENOMINATOR, above / torch.where(below > 0, below, torch.nan), strict=True))
+        found |= {root: found[square].sqrt() for root, square in ROOT_OF.items()}
+        found["mean"] = torch.where(sums["scores"] > 0, self.mean, torch.nan)
+        found["learned_sink"] = torch.where(sums["learned_sink"] > 0, sums["learned_sink"] / sums["rows"], torch.nan)
+        return found
+
 
 @dataclass(frozen=True, eq=False)  # a hash of its fields fails in a graph of torch 2.11
 class Table:
-    """Table written by a kernel, float64 (heads, TABLE): NUMBERS, SUMS, FINISHED, and rows and count as int64."""
+    """Table of the heads, float64 (heads, TABLE): NUMBERS, SUMS, FINISHED, and rows and count as int64."""
 
     columns: Tensor
     errors: Callable[[], Uncertainty] | None = None
@@ -75,30 +96,27 @@ class Table:
             rows, count = looked_rows.long(), looked_scores.long()
         else:
             rows, count = rows.view(torch.int64), count.view(torch.int64)
-        finished = dict(zip(FINISHED, columns, strict=True))
-        return Pooled(rows, count, mean, largest, bound, above, sums, self.errors, finished | {"mean": mean})
+        finished = dict(zip(FINISHED, columns, strict=True)) | {"mean": mean}
+        return Pooled(rows, count, mean, largest, bound, above, sums, self.errors, finished)
 
 
-@dataclass(frozen=True, eq=False)
-class MeasuredRows:
-    """Rows of one call, pooled when a statistic is first read."""
-
-    rows: RowSums
-    bound: Tensor | None = None  # upper bound of the scores of each head, if rows were sampled
-    sample: Sample | None = None
-
-    def __call__(self) -> Pooled:
-        """Pool the rows, with their sampling uncertainty."""
-        return pool_rows(self.rows, self.bound, self.sample)
+def pack(pooled: Pooled, *, errors: bool = True) -> Tensor:
+    """Return the columns of a Table and, in further columns, the uncertainty of each head's sums."""
+    numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
+    finished = torch.stack([pooled.finished[name] for name in FINISHED], dim=-1)
+    whole = torch.stack([pooled.rows, pooled.count], dim=-1).long().view(torch.float64)
+    uncertainty = (pooled.uncertainty or Uncertainty.none(pooled.sums)).packed() if errors else finished[:, :0]
+    return torch.cat([numbers, pooled.sums, finished, whole, uncertainty], dim=-1)
 
 
-def pool_rows(
-    rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None, *, errors: bool = True
-) -> Pooled:
-    """Pool the rows of each head over batch and position; from sampled rows, estimate the sums over all rows.
+def unpack(packed: Tensor) -> Table:
+    """Reverse pack()."""
+    columns, errors = packed[:, :TABLE], packed[:, TABLE:]
+    return Table(columns, partial(Uncertainty.unpacked, errors, len(SUMS)) if errors.shape[1] else None)
 
-    `errors=False` frees the rows, but standard errors are then not available.
-    """
+
+def pool_rows(rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None) -> Pooled:
+    """Pool the rows of each head over batch and position; from sampled rows, estimate the sums over all rows."""
     seen = rows.visible > 0
     weight = None if sample is None else sample.weights.to(rows.max.device, non_blocking=True)
     mean = _mean(rows, weight)
@@ -117,7 +135,7 @@ def pool_rows(
         max_bound=highest if bound is None else torch.maximum(bound.double(), highest),
         max_above_mean=above,
         sums=pooled,
-        errors=None if sample is None or not errors else partial(uncertainty_of, rows, sample, mean),
+        errors=None if sample is None else partial(uncertainty_of, rows, sample, mean),
     )
 
 
@@ -143,27 +161,23 @@ def _highest(values: Tensor, seen: Tensor) -> Tensor:
 
 
 def _quantities(rows: RowSums, seen: Tensor, mean: Tensor) -> Iterator[Tensor]:
-    """Yield the quantities of SUMS in order, one at a time to save memory: float64 (batch, heads, rows)."""
+    """Yield the quantities of SUMS in order, float64 (batch, heads, rows)."""
     nothing = torch.zeros((), dtype=torch.float64, device=rows.max.device)
     yield rows.visible.double()
     away = torch.where(seen, rows.mean.double() - mean[:, None], nothing)
     yield rows.visible * away
     within = torch.where(seen, rows.deviation.double(), nothing)
     yield within + rows.visible * away**2
-    del away
     yield within
-    del within
     yield seen.double()
     entropy = torch.where(seen, rows.entropy, nothing)
     yield entropy
     several = seen & (rows.outcomes > 1)
     yield several.double()
     yield torch.where(several, entropy / rows.outcomes.clamp(min=2).double().log(), nothing)
-    del entropy
     top1 = torch.where(seen, rows.top1, nothing)
     yield top1
     yield (top1 > SATURATED_TOP1).double()
-    del top1
     participation = torch.where(seen, rows.participation.double(), 1.0)
     yield (1.0 - participation).clamp(min=0.0)
     yield torch.where(seen, 1.0 / participation, nothing)
@@ -179,8 +193,8 @@ def merged(parts: list[Pooled]) -> Pooled:
     mean = torch.stack(weighted).sum(0) / torch.where(total > 0, total, 1.0)
     pooled = torch.stack([_moved(part.sums, part.mean - mean) for part in parts]).sum(0)
     pooled[:, SUMS.index("deviations")] = 0.0
-    known = [(_move(part.mean - mean), part.uncertainty) for part in parts if part.errors is not None]
-    uncertainties = [uncertainty.moved(move) for move, uncertainty in known if uncertainty is not None]
+    uncertain = [(part.mean - mean, part.uncertainty) for part in parts]
+    errors = [uncertainty.moved(_move(delta)) for delta, uncertainty in uncertain if uncertainty is not None]
     return Pooled(
         rows=torch.stack([part.rows for part in parts]).sum(0),
         count=torch.stack([part.count for part in parts]).sum(0),
@@ -189,7 +203,7 @@ def merged(parts: list[Pooled]) -> Pooled:
         max_bound=torch.stack([part.max_bound for part in parts]).amax(0),
         max_above_mean=torch.stack([part.max_above_mean for part in parts]).amax(0),
         sums=pooled,
-        errors=merged_uncertainty(uncertainties),
+        errors=reduce(add, errors) if errors else None,
     )
 
 
@@ -207,27 +221,3 @@ def _move(delta: Tensor) -> Tensor:
     matrix[:, 2, 0] = delta**2
     matrix[:, 2, 1] = 2 * delta
     return matrix
-
-
-def pack(pooled: Pooled) -> Tensor:
-    """Pack the numbers, sums and uncertainty of each head into one float64 row."""
-    numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
-    uncertainty = Uncertainty.none(pooled.sums) if pooled.errors is None else pooled.uncertainty
-    assert uncertainty is not None
-    return torch.cat([numbers, pooled.sums, uncertainty.packed()], dim=-1)
-
-
-def unpack(packed: Tensor) -> Pooled:
-    """Reverse pack()."""
-    numbers, sums, rest = packed.split([len(NUMBERS), len(SUMS), packed_size(len(SUMS))], dim=-1)
-    rows, count, mean, largest, bound, above = numbers.unbind(-1)
-    return Pooled(
-        rows=rows.to(torch.int64),
-        count=count.to(torch.int64),
-        mean=mean,
-        max=largest,
-        max_bound=bound,
-        max_above_mean=above,
-        sums=sums,
-        errors=Uncertainty.unpacked(rest, len(SUMS)),
-    )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.attending.call import Call
+from attnscale.measure.uncertainty import foreseen_error
 from attnscale.numerics import is_surely_finite, wide_dtype
 
 ROWS_A_STRATUM = 3  # enough to estimate the variance between neighbouring positions
@@ -148,7 +149,7 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
         others = torch.ones(batch * length, dtype=torch.bool).index_fill_(0, first, False)
         order = torch.cat([first, order[others]])
     drawn = order[planned.draw()]
-    cumulants = None if known is None else partial(_cumulants, planned, known[:, order])
+    cumulants = None if known is None else partial(foreseen_error, known[:, order], planned.stratum, planned.sizes)
     return Sample(drawn // batch, planned.stratum, planned.sizes, drawn % batch, cumulants)
 
 
@@ -182,21 +183,3 @@ def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
     product = query @ (both if group == 1 else both.repeat_interleave(group, dim=1))
     means = product[..., -1] - product[..., -1].mean((0, 2), keepdim=True)
     return product[..., :-1].mul_(query).sum(-1).addcmul_(means, means)  # in place: page faults cost more than products
-
-
-def _cumulants(planned: Design, values: Tensor) -> Tensor:
-    """Return cumulants (heads, 3) of the sampling error of the total of `values`, (heads, rows) ordered by stratum.
-
-    They are the second cumulant, the third, and the sum over strata of the squared second cumulant.
-    """
-    values = values.double()
-    sizes, taken = planned.sizes.to(values), torch.bincount(planned.stratum, minlength=len(planned.sizes)).to(values)
-    of = torch.repeat_interleave(torch.arange(len(sizes)), planned.sizes)
-    means = values.new_zeros(len(values), len(sizes)).index_add_(1, of, values) / sizes.clamp(min=1)
-    apart = values - means[:, of]
-    left = (sizes - taken) / taken.clamp(min=1)
-    second = sizes / (sizes - 1).clamp(min=1) * left
-    third = sizes * left * (sizes - 2 * taken) / ((sizes - 1) * (sizes - 2)).clamp(min=1) * sizes
-    third = third / taken.clamp(min=1)
-    each = values.new_zeros(len(values), len(sizes)).index_add_(1, of, apart.square() * second[of])
-    return torch.stack([each.sum(1), (apart.pow(3) * third[of]).sum(1), each.square().sum(1)], dim=-1)

@@ -12,29 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnscale.errors import SettingError, ShapeError
-from attnscale.measure.pooled import FINISHED, NUMBERS, SUMS, Pooled, merged, pack, unpack
+from attnscale.measure.pooled import DENOMINATOR, NUMBERS, NUMERATOR, ROOT_OF, SUMS, Pooled, merged, pack, unpack
 from attnscale.measure.statistics import of_scores
 from attnscale.plain import plain
 from attnscale.results import Result
-
-PER_ROW = ("entropy", "top1", "saturated", "jacobian_trace", "effective_keys", "sink")
-DENOMINATOR = dict.fromkeys(PER_ROW, "rows") | {
-    "entropy_ratio": "rows_of_several",
-    "mean": "scores",
-    "variance": "scores",
-    "variance_within_rows": "scores",
-}
-NUMERATOR = {"mean": "deviations", "variance": "squares", "variance_within_rows": "within"}
-ROOT_OF = {"std": "variance", "std_within_rows": "variance_within_rows"}
-
-
-def table_of(pooled: Pooled) -> Tensor:
-    """Return the columns of a Table."""
-    stats = ScoreStats(len(pooled.mean), exact=True, pool=pooled)
-    numbers = [getattr(pooled, name).double() for name in NUMBERS]
-    shown = [getattr(stats, name) for name in FINISHED]
-    whole = torch.stack([pooled.rows, pooled.count], dim=-1).long().view(torch.float64)
-    return torch.cat([torch.stack(numbers, -1), pooled.sums, torch.stack(shown, -1), whole], dim=-1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,10 +60,7 @@ class ScoreStats(Result):
     @property
     def mean(self) -> Tensor:
         """Mean of the scores."""
-        finished = self.pooled.finished
-        if finished:
-            return finished["mean"]
-        return torch.where(self._sum("scores") > 0, self.pooled.mean, torch.nan)
+        return self.pooled.finished["mean"]
 
     @property
     def max(self) -> Tensor:
@@ -102,66 +80,62 @@ class ScoreStats(Result):
     @property
     def variance(self) -> Tensor:
         """Variance of all scores: variance within rows plus variance of the row means."""
-        return self._ratio("variance")
+        return self.pooled.finished["variance"]
 
     @property
     def std(self) -> Tensor:
         """Total spread: standard deviation of all scores, including shifts of whole rows."""
-        return self._root("std")
+        return self.pooled.finished["std"]
 
     @property
     def variance_within_rows(self) -> Tensor:
         """Mean squared difference between a score and the mean of its row."""
-        return self._ratio("variance_within_rows")
+        return self.pooled.finished["variance_within_rows"]
 
     @property
     def std_within_rows(self) -> Tensor:
         """Spread within rows, the one that matters to softmax, which ignores a shift of a whole row."""
-        return self._root("std_within_rows")
+        return self.pooled.finished["std_within_rows"]
 
     @property
     def entropy(self) -> Tensor:
         """Mean entropy of a row, nats."""
-        return self._ratio("entropy")
+        return self.pooled.finished["entropy"]
 
     @property
     def entropy_ratio(self) -> Tensor:
         """Mean of H / ln n over the rows with several visible keys."""
-        return self._ratio("entropy_ratio")
+        return self.pooled.finished["entropy_ratio"]
 
     @property
     def top1(self) -> Tensor:
         """Mean of the largest weight of a row."""
-        return self._ratio("top1")
+        return self.pooled.finished["top1"]
 
     @property
     def saturated(self) -> Tensor:
         """Share of rows that give one key more than 0.99 of their weight."""
-        return self._ratio("saturated")
+        return self.pooled.finished["saturated"]
 
     @property
     def jacobian_trace(self) -> Tensor:
         """Mean of 1 − Σp², the trace of a row's softmax Jacobian."""
-        return self._ratio("jacobian_trace")
+        return self.pooled.finished["jacobian_trace"]
 
     @property
     def effective_keys(self) -> Tensor:
         """Mean of 1/Σp², the number of keys a row attends to."""
-        return self._ratio("effective_keys")
+        return self.pooled.finished["effective_keys"]
 
     @property
     def sink(self) -> Tensor:
         """Mean weight on the first visible key of a row; in packed batches, on the first key of its sequence."""
-        return self._ratio("sink")
+        return self.pooled.finished["sink"]
 
     @property
     def learned_sink(self) -> Tensor:
         """Mean weight of the learned sink; NaN if there is none."""
-        finished = self.pooled.finished.get("learned_sink")
-        if finished is not None:
-            return finished
-        taken = self._sum("learned_sink")
-        return torch.where(taken > 0, taken / self._sum("rows"), torch.nan)
+        return self.pooled.finished["learned_sink"]
 
     def stderr(self, name: str) -> Tensor:
         """Return the standard error of a statistic from sampled rows; zero if every row was measured.
@@ -181,7 +155,7 @@ class ScoreStats(Result):
             return torch.zeros_like(self.pooled.mean)
         # Delta method: the ratio r = a/b changes by (da − r db)/b. For the mean, r = 0: deviations sum to zero.
         below = self._sum(DENOMINATOR[name])
-        ratio = torch.zeros_like(below) if name == "mean" else self._ratio(name)
+        ratio = torch.zeros_like(below) if name == "mean" else self.pooled.finished[name]
         gradient = torch.zeros_like(self.pooled.sums)
         gradient[:, SUMS.index(NUMERATOR.get(name, name))] = 1.0
         gradient[:, SUMS.index(DENOMINATOR[name])] -= ratio
@@ -198,7 +172,8 @@ class ScoreStats(Result):
     def __add__(self, other: "ScoreStats") -> "ScoreStats":
         if self.heads != other.heads:
             raise ShapeError(f"Expected the same number of heads to merge, got {self.heads} and {other.heads}.")
-        return _merged_stats([self, other])
+        pooled = merged([self.pooled, other.pooled])
+        return ScoreStats(self.heads, self.exact and other.exact, pooled)
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> "ScoreStats":
         """Merge the statistics of all ranks of the group, which measured disjoint rows, in one collective."""
@@ -206,10 +181,9 @@ class ScoreStats(Result):
         packed = pack(self.pooled)
         gathered = packed.new_empty(world * packed.shape[0], *packed.shape[1:])
         dist.all_gather_into_tensor(gathered, packed, group=group)
-        pooled = merged([unpack(part) for part in gathered.chunk(world)])
+        pooled = merged([unpack(part)() for part in gathered.chunk(world)])
         assert pooled.uncertainty is not None  # every rank sent one
-        exact = not pooled.uncertainty.freedom.any()
-        return ScoreStats(self.heads, exact, pooled)
+        return ScoreStats(self.heads, not pooled.uncertainty.freedom.any(), pooled)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, one list per statistic; None if a head has no rows for it.
@@ -236,17 +210,6 @@ class ScoreStats(Result):
     def _sum(self, name: str) -> Tensor:
         return self.pooled.sums[:, SUMS.index(name)]
 
-    def _root(self, name: str) -> Tensor:
-        finished = self.pooled.finished
-        return finished[name] if finished else self._ratio(ROOT_OF[name]).sqrt()
-
-    def _ratio(self, name: str) -> Tensor:
-        finished = self.pooled.finished
-        if finished:
-            return finished[name]
-        below = self._sum(DENOMINATOR[name])
-        return self._sum(NUMERATOR.get(name, name)) / torch.where(below > 0, below, torch.nan)
-
 
 def merged_when_read(parts: Sequence[ScoreStats]) -> ScoreStats:
     """Return the merged statistics; they are merged when first read."""
@@ -258,8 +221,3 @@ def merged_when_read(parts: Sequence[ScoreStats]) -> ScoreStats:
         pool=lambda: merged([part.pooled for part in parts]),
         refreshed=any(part.refreshed for part in parts),
     )
-
-
-def _merged_stats(parts: list[ScoreStats]) -> ScoreStats:
-    pooled = merged([part.pooled for part in parts])
-    return ScoreStats(parts[0].heads, all(part.exact for part in parts), pooled)

@@ -10,21 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Barrier, Lock
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
 
 from attnscale.torch_internals import in_transform
 
 Task = TypeVar("Task")
-Result = TypeVar("Result")
-Given = ParamSpec("Given")
 _STARTING = Lock()
-
-
-def usable() -> bool:
-    """Return True if another thread may touch the tensors: not while torch.compile traces or torch.func transforms."""
-    return not torch.compiler.is_compiling() and not in_transform()
 
 
 def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads: int) -> None:
@@ -36,27 +29,23 @@ def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads
     [0, 1, 2, 3, 4]
     """
     queue, most = deque(tasks), torch.get_num_threads()
-    if min(most, threads) < 2 or not usable():
-        work(_taken(queue))
+    if min(most, threads) < 2 or torch.compiler.is_compiling() or in_transform():  # other threads are outside of both
+        work(_tasks_from(queue))
         return
-    work = _as_here(work)
-    running = [_pool(most).submit(work, _taken(queue)) for _ in range(min(threads, most, len(queue)))]
+    infers = torch.is_inference_mode_enabled()  # a new thread starts with the default
+
+    def run() -> None:
+        with torch.inference_mode(infers):
+            work(_tasks_from(queue))
+
+    with _STARTING:
+        pool = _thread_pool(most)
+    running = [pool.submit(run) for _ in range(min(threads, most, len(queue)))]
     for future in running:
         future.result()
 
 
-def _as_here(work: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Return the function with the grad and inference modes of this thread; a new thread starts with the defaults."""
-    infers, learns = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-
-    def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        with torch.inference_mode(infers), torch.set_grad_enabled(learns):
-            return work(*args, **kwargs)
-
-    return run
-
-
-def _taken(queue: deque[Task]) -> Iterator[Task]:
+def _tasks_from(queue: deque[Task]) -> Iterator[Task]:
     while True:
         try:
             yield queue.popleft()
@@ -64,13 +53,8 @@ def _taken(queue: deque[Task]) -> Iterator[Task]:
             return
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
-    with _STARTING:
-        return _started(threads)
-
-
 @cache
-def _started(threads: int) -> ThreadPoolExecutor:
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
     """Start threads that run every operator single-threaded; cached, since MKL never frees the buffers of a thread."""
     pool, started = ThreadPoolExecutor(threads, "attnscale"), Barrier(threads + 1)
 
@@ -87,4 +71,4 @@ def _started(threads: int) -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):  # a forked child does not inherit the threads
-    os.register_at_fork(after_in_child=_started.cache_clear)
+    os.register_at_fork(after_in_child=_thread_pool.cache_clear)

@@ -6,7 +6,6 @@ The variance of an estimated total is the textbook one for rows drawn without re
 
 import math
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -115,11 +114,6 @@ def packed_size(sums: int) -> int:
     return sums**2 + 5
 
 
-def merged(parts: list[Uncertainty]) -> Uncertainty | None:
-    """Return the uncertainty of the sums over all parts; None if there are no parts."""
-    return reduce(Uncertainty.__add__, parts) if parts else None
-
-
 def uncertainty_of_totals(sample: "Sample", features: Tensor, least: Tensor, feature: int) -> Uncertainty:
     """Return the uncertainty of the estimated totals of features (heads, rows, features), rows in sample order.
 
@@ -145,6 +139,25 @@ def uncertainty_of_totals(sample: "Sample", features: Tensor, least: Tensor, fea
         step=((sizes * (sizes - taken) / taken.clamp(min=1)).sum() / drawn.sum().clamp(min=1)).expand(heads),
         foreseen=features.new_zeros(heads, 3) if sample.foreseen is None else sample.foreseen().to(features),
     )
+
+
+def foreseen_error(values: Tensor, stratum: Tensor, sizes: Tensor) -> Tensor:
+    """Return cumulants (heads, 3) of the sampling error of the total of `values`, (heads, rows) ordered by stratum.
+
+    They are the second cumulant, the third, and the sum over strata of the squared second cumulant. `stratum` is that
+    of each sampled row, `sizes` are the numbers of rows in each.
+    """
+    values, numbers = values.double(), sizes.to(torch.float64)
+    taken = torch.bincount(stratum, minlength=len(sizes)).double()
+    of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    means = values.new_zeros(len(values), len(sizes)).index_add_(1, of, values) / numbers.clamp(min=1)
+    apart = values - means[:, of]
+    left = (numbers - taken) / taken.clamp(min=1)
+    second = numbers / (numbers - 1).clamp(min=1) * left
+    third = numbers**2 * left * (numbers - 2 * taken) / ((numbers - 1) * (numbers - 2)).clamp(min=1)
+    third = third / taken.clamp(min=1)
+    each = values.new_zeros(len(values), len(sizes)).index_add_(1, of, apart.square() * second[of])
+    return torch.stack([each.sum(1), (apart.pow(3) * third[of]).sum(1), each.square().sum(1)], dim=-1)
 
 
 def chance_of_participation(rows: RowSums, positions: int) -> Tensor:

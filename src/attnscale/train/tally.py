@@ -7,7 +7,6 @@ weighted by their number of rows, then squared gradient norms.
 import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
 from attnscale.measure.pooled import SUMS, Pooled, merged
 from attnscale.measure.statistics import logged
-from attnscale.measure.stats import DENOMINATOR, NUMERATOR, ROOT_OF, ScoreStats, merged_when_read
+from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.probes.calls import BOUND, COLUMNS, POOLED, ProbedCall, pooled_columns, score_bound
 from attnscale.train.record import LayerRecord
 from attnscale.watching.layer import Layer
@@ -27,8 +26,6 @@ WEIGHTED = ("scale", "query_norm", "key_norm", "cosine")  # means over rows, of 
 ADDED = ("query_gradient", "key_gradient", "ranks")
 WIDTH = POOLED + len(WEIGHTED) + len(ADDED)
 ROWS = SUMS.index("rows")
-NUMERATORS = torch.tensor([SUMS.index(NUMERATOR.get(name, name)) for name in DENOMINATOR])
-DENOMINATORS = torch.tensor([SUMS.index(name) for name in DENOMINATOR.values()])
 
 Array = NDArray[np.float64]
 Key = tuple[str, int, int]  # layer, index of the part of its heads (tensor parallel), number of heads
@@ -187,7 +184,7 @@ def records(layers: Mapping[str, Tensor]) -> dict[str, LayerRecord]:
     if not layers:
         return {}
     whole = torch.cat(list(layers.values()))
-    pooled = _finished(pooled_of(whole))
+    pooled = pooled_of(whole)
     stats, rows = ScoreStats(len(whole), exact=False, pool=pooled), pooled.sums[:, ROWS]
     has_rows = rows > 0
     weighted, summed = whole[:, POOLED:].split([len(WEIGHTED), len(ADDED)], dim=-1)
@@ -216,13 +213,3 @@ def records(layers: Mapping[str, Tensor]) -> dict[str, LayerRecord]:
         mean = math.fsum(known) / len(known) if known else None
         found[layer] = LayerRecord(sum(looked_at[at]), numbers, sum(broken[at]), keys=mean)
     return found
-
-
-def _finished(pooled: Pooled) -> Pooled:
-    """Return the rows with all statistics divided at once, which takes far fewer operations than one by one."""
-    sums = pooled.sums.mT.contiguous()
-    above, below = sums.index_select(0, NUMERATORS), sums.index_select(0, DENOMINATORS)
-    ratios = dict(zip(DENOMINATOR, above / torch.where(below > 0, below, torch.nan), strict=True))
-    roots = {name: ratios[square].sqrt() for name, square in ROOT_OF.items()}
-    mean = torch.where(sums[SUMS.index("scores")] > 0, pooled.mean, torch.nan)
-    return replace(pooled, finished=ratios | roots | {"mean": mean})

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.pooled import MeasuredRows
+from attnscale.measure.pooled import pool_rows
 from attnscale.measure.row_blocks import rows_of
 from attnscale.measure.row_sums import joined_rows
 from attnscale.measure.sampling import sample_positions
@@ -57,7 +58,7 @@ class Rows:
         positions = torch.arange(self.length) if sample is None else sample.positions
         found = joined_rows([rows_of(*self.at(some)) for some in positions.split(self._block)])
         highest = None if sample is None else bound()
-        return ScoreStats(self.heads, exact=sample is None, pool=MeasuredRows(found, highest, sample))
+        return ScoreStats(self.heads, exact=sample is None, pool=partial(pool_rows, found, highest, sample))
 
     @property
     def _block(self) -> int:

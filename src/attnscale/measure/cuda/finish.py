@@ -5,7 +5,7 @@ looked at, over spans of keys, one program a head merges the spans of each row a
 they stand for. The last program writes a row of the table for each head: NUMBERS, SUMS and FINISHED of
 `attnscale.measure.pooled`, and two of the numbers as whole ones.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator"
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
 from functools import lru_cache
 
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.cuda.launch import Launch, Tiles, counters
+from attnscale.measure.cuda.sequence_tiles import SIZES
 from attnscale.measure.lengths import BOUND_SLACK
 from attnscale.measure.pooled import FINISHED, NUMBERS, SUMS, TABLE
 from attnscale.theory.limits import SATURATED_TOP1
@@ -52,30 +53,26 @@ POOLED_ROWS = 128  # pooled at once, four for each thread of one warp, so that s
 SAMPLED_ROWS = 64  # pooled at once
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch", "heads", "count", "spans", "rows_each",
-    ],
-    do_not_specialize_on_alignment=["bounds_at", "sinks_at", "table_at"],  # parts of larger tensors
-)  # fmt: skip
+# What may be a part of a larger tensor is not specialised by alignment.
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["bounds_at", "sinks_at", "table_at"])
 def finish_kernel(
-    sums_at: tl.tensor,
-    weights_at: tl.tensor,
-    bounds_at: tl.tensor,
-    sinks_at: tl.tensor,
-    left_at: tl.tensor,
-    arrived_at: tl.tensor,
-    table_at: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    count: tl.tensor,
-    spans: tl.tensor,
-    rows_each: tl.tensor,
+    sums_at,
+    weights_at,
+    bounds_at,
+    sinks_at,
+    left_at,
+    arrived_at,
+    table_at,
+    batch,
+    heads,
+    count,
+    spans,
+    rows_each,
     SAMPLED: tl.constexpr,
     BOUNDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """Pool some rows of a head over all batch entries; the last program writes the statistics."""
     slot, slots, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     none = tl.zeros([BLOCK], tl.float64)
@@ -174,15 +171,7 @@ def finish_kernel(
 
 
 @triton.jit
-def _merge_spans(
-    at: tl.tensor,
-    visible: tl.tensor,
-    kept: tl.tensor,
-    step: tl.tensor,
-    plane: tl.tensor,
-    spans: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+def _merge_spans(at, visible, kept, step, plane, spans, BLOCK: tl.constexpr):
     """Merge the sums over spans of keys into sums over all keys of each row, as RowSums.over_shards()."""
     largest = tl.full([BLOCK], float("-inf"), tl.float64)
     for number in range(spans):  # −∞ for a span in which the row sees no key
@@ -219,7 +208,7 @@ def _merge_spans(
 
 
 @triton.jit
-def _write_row(to: tl.tensor, sums: tl.tensor, largest: tl.tensor, bound: tl.tensor, above: tl.tensor) -> None:
+def _write_row(to, sums, largest, bound, above):
     """Write the table row of a head: counts, sums and finished statistics."""
     field = tl.arange(0, FIELDS)
     looked_rows, looked_scores = _value(sums, LOOKED), _value(sums, LOOKED + 1)
@@ -252,18 +241,18 @@ def _write_row(to: tl.tensor, sums: tl.tensor, largest: tl.tensor, bound: tl.ten
 
 
 @triton.jit
-def _field(number: tl.constexpr, values: tl.tensor) -> tl.tensor:
+def _field(number: tl.constexpr, values):
     """Return a vector with the sum of the values in one field and zeros elsewhere."""
     return tl.where(tl.arange(0, FIELDS) == number, tl.sum(values, 0), 0.0)
 
 
 @triton.jit
-def _value(sums: tl.tensor, field: tl.constexpr) -> tl.tensor:
+def _value(sums, field: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, FIELDS) == field, sums, 0.0), 0)
 
 
 @triton.jit
-def _highest(column_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
+def _highest(column_at, slots):
     """Return the maximum over programs of one column."""
     highest = tl.full([AT_ONCE], float("-inf"), tl.float64)
     for start in range(0, slots, AT_ONCE):
@@ -274,7 +263,7 @@ def _highest(column_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _largest(values: tl.tensor) -> tl.tensor:
+def _largest(values):
     """Return the maximum, or NaN if any value is NaN."""
     bad = tl.sum(tl.where(values != values, 1, 0), 0) > 0
     return tl.where(bad, float("nan"), tl.max(values, 0))

@@ -152,15 +152,6 @@ def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple
     return Tiles(16, 128, 4, 3) if rows <= 32 else Tiles(64, 128, 8, 3)
 
 
-def largest_tiles(
-    rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool
-) -> Tiles:
-    """Return the tiles of a pass that finds the largest score of every row."""
-    if mask_by_row and dtype != torch.float32 and head_dim <= 128 and _large(capability):
-        return Tiles(64, 64, 4, 3)
-    return tiles(rows, head_dim, dtype, capability)
-
-
 def masked_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool) -> Tiles:
     """Return the tiles of a pass over every row with a mask; tiles that do not fit the registers are far slower.
 

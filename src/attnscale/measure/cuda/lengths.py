@@ -1,5 +1,5 @@
 """Norms of queries and keys, or of their gradients, in one launch, added to the sums of earlier calls."""
-# mypy: disable-error-code="import-untyped, untyped-decorator"
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
 from functools import lru_cache
 
@@ -10,44 +10,45 @@ from torch import Tensor
 
 from attnscale.measure.cuda.launch import LEAST_WIDTH, Launch, Layout, Tiles, layout_key, padded_width, unit_stride
 from attnscale.measure.cuda.replay import Replay
+from attnscale.measure.cuda.sequence_tiles import SIZES
 
 PROGRAMS = 264  # two for each multiprocessor of an H200
 TILE_ELEMENTS = 4096
 
 
 @triton.jit(
-    do_not_specialize=["heads", "keys", "group", "batch", "q_len", "kv_len"],
+    do_not_specialize=SIZES,
     do_not_specialize_on_alignment=["sums_at"],  # a part of a larger tensor
 )
 def lengths_kernel(
-    query_at: tl.tensor,
-    key_at: tl.tensor,
-    rows_left_out_at: tl.tensor,
-    keys_left_out_at: tl.tensor,
-    sums_at: tl.tensor,
-    query_batch: tl.tensor,
-    query_head: tl.tensor,
-    query_row: tl.tensor,
-    key_batch: tl.tensor,
-    key_head: tl.tensor,
-    key_row: tl.tensor,
-    rows_left_out_batch: tl.tensor,
-    rows_left_out_place: tl.tensor,
-    keys_left_out_batch: tl.tensor,
-    keys_left_out_place: tl.tensor,
-    heads: tl.tensor,
-    keys: tl.tensor,
-    group: tl.tensor,
-    batch: tl.tensor,
-    q_len: tl.tensor,
-    kv_len: tl.tensor,
+    query_at,
+    key_at,
+    rows_left_out_at,
+    keys_left_out_at,
+    sums_at,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    rows_left_out_batch,
+    rows_left_out_place,
+    keys_left_out_batch,
+    keys_left_out_place,
+    heads,
+    keys,
+    group,
+    batch,
+    q_len,
+    kv_len,
     LEAVES_ROWS_OUT: tl.constexpr,
     LEAVES_KEYS_OUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
-) -> None:
+):
     """Add the squares of some vectors of one head of the queries, or of the keys for each query head that uses it."""
     head = tl.program_id(0)
     if head < heads:
@@ -66,25 +67,25 @@ def lengths_kernel(
 
 @triton.jit
 def _add(
-    vectors_at: tl.tensor,
-    left_out_at: tl.tensor,
-    sums_at: tl.tensor,
-    head: tl.tensor,
-    group: tl.tensor,
-    heads: tl.tensor,
-    batch: tl.tensor,
-    length: tl.tensor,
-    batch_stride: tl.tensor,
-    head_stride: tl.tensor,
-    row_stride: tl.tensor,
-    left_out_batch: tl.tensor,
-    left_out_place: tl.tensor,
+    vectors_at,
+    left_out_at,
+    sums_at,
+    head,
+    group,
+    heads,
+    batch,
+    length,
+    batch_stride,
+    head_stride,
+    row_stride,
+    left_out_batch,
+    left_out_place,
     LEAVES_OUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
-) -> None:
+):
     column = tl.arange(0, WIDTH)
     squares, counted = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
     longest = tl.zeros([TILE], tl.float64)

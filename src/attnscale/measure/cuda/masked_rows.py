@@ -4,7 +4,7 @@ A program takes a span of a head's keys, so that few rows still fill a GPU; fini
 is read once, and only for the rows that are looked at. The same pass can find the largest score of each head where a
 row can have one above a limit; tiles of rows that cannot are passed over.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator"
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
 import math
 from functools import lru_cache
@@ -22,15 +22,16 @@ from attnscale.measure.cuda.launch import (
     Layout,
     Tiles,
     capability,
-    largest_tiles,
     layout_key,
     masked_tiles,
     padded_width,
     sample_tiles,
     tile_constants,
+    tiles,
     unit_stride,
 )
 from attnscale.measure.cuda.rows import VANISHED, key_tile
+from attnscale.measure.cuda.sequence_tiles import SIZES
 
 SLACK: tl.constexpr = tl.constexpr(1 + 1e-4)  # rounding may raise a score above the product of the norms by this factor
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
@@ -42,45 +43,45 @@ KEY_TILE = 4096  # elements of keys that such a program reads at once
 
 
 @triton.jit(
-    do_not_specialize=["heads", "group", "count", "kv_len", "kv_span", "first", "last"],
+    do_not_specialize=SIZES,
     do_not_specialize_on_alignment=["rows_at", "limit_at", "largest_at", "calls_at"],  # parts of larger tensors
 )
 def masked_kernel(
-    query_at: tl.tensor,
-    key_at: tl.tensor,
-    rows_at: tl.tensor,
-    mask_at: tl.tensor,
-    row_documents_at: tl.tensor,
-    key_documents_at: tl.tensor,
-    sums_at: tl.tensor,
-    longest_at: tl.tensor,
-    added_at: tl.tensor,
-    limit_at: tl.tensor,
-    largest_at: tl.tensor,
-    calls_at: tl.tensor,
-    query_batch: tl.tensor,
-    query_head: tl.tensor,
-    query_row: tl.tensor,
-    key_batch: tl.tensor,
-    key_head: tl.tensor,
-    key_row: tl.tensor,
-    mask_batch: tl.tensor,
-    mask_head: tl.tensor,
-    mask_row: tl.tensor,
-    mask_key: tl.tensor,
-    row_documents_batch: tl.tensor,
-    row_documents_row: tl.tensor,
-    key_documents_batch: tl.tensor,
-    key_documents_key: tl.tensor,
-    heads: tl.tensor,
-    group: tl.tensor,
-    count: tl.tensor,
-    kv_len: tl.tensor,
-    kv_span: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
+    query_at,
+    key_at,
+    rows_at,
+    mask_at,
+    row_documents_at,
+    key_documents_at,
+    sums_at,
+    longest_at,
+    added_at,
+    limit_at,
+    largest_at,
+    calls_at,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    mask_batch,
+    mask_head,
+    mask_row,
+    mask_key,
+    row_documents_batch,
+    row_documents_row,
+    key_documents_batch,
+    key_documents_key,
+    heads,
+    group,
+    count,
+    kv_len,
+    kv_span,
+    first,
+    last,
+    scale,
+    softcap,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -94,7 +95,7 @@ def masked_kernel(
     CAPPED: tl.constexpr,
     LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+):
     """Write the sums of a tile of rows over one span of a head's keys, and each row's number of visible keys.
 
     With LARGEST, raise the largest score of the head instead, if one can be above the limit; NaN counts as ∞.
@@ -233,7 +234,7 @@ def masked_kernel(
         tl.store(to + 7 * plane, number, mask=kept)
 
 
-@triton.jit(do_not_specialize=["keys", "kv_len"])
+@triton.jit(do_not_specialize=SIZES)
 def longest_kernel(
     key_at: tl.tensor,
     longest_at: tl.tensor,
@@ -261,7 +262,7 @@ def longest_kernel(
 
 
 @triton.jit
-def masked(scores: tl.tensor, visible: tl.tensor, inside: tl.tensor, MASK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def masked(scores, visible, inside, MASK: tl.constexpr):
     """Return scores with the mask added, and which of them are visible."""
     if MASK == BOOLEAN:
         return scores, visible & (inside != 0)
@@ -269,7 +270,7 @@ def masked(scores: tl.tensor, visible: tl.tensor, inside: tl.tensor, MASK: tl.co
 
 
 @triton.jit
-def tanh(x: tl.tensor) -> tl.tensor:
+def tanh(x):
     """Compute the hyperbolic tangent by 1 − 2/(1 + e^{2x}), or near zero by its series, which is more precise there."""
     squared = x * x
     near = x * (1.0 - squared * (1.0 / 3.0 - squared * (2.0 / 15.0 - squared * (17.0 / 315.0))))
@@ -361,10 +362,10 @@ def _launch(
     (*_, rows, head_dim), _, dtype, device, _ = query
     by_row = mask is not None and mask[0][2] > 1 and mask[1][2] != 0
     known = head_dim, dtype, capability(device)
-    if is_largest:
-        cut = largest_tiles(rows, *known, by_row)
+    if sampled is not None:
+        cut = sample_tiles(sampled, *known, has_first)
     else:
-        cut = masked_tiles(*known, by_row) if sampled is None else sample_tiles(sampled, *known, has_first)
+        cut = tiles(rows, *known) if is_largest and not by_row else masked_tiles(*known, by_row)
     constants = {
         **tile_constants(cut, head_dim, dtype, device),
         "GIVEN_ROWS": sampled is not None,

@@ -1,5 +1,5 @@
 """The pass over every row: a tile of query rows against all their visible keys, with or without the output."""
-# mypy: disable-error-code="import-untyped, untyped-decorator"
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
 import math
 from functools import lru_cache
@@ -21,7 +21,7 @@ from attnscale.measure.cuda.launch import (
     token_layout_key,
     unit_stride,
 )
-from attnscale.measure.cuda.sequence_tiles import FIELDS, most_tiles, tiles_of
+from attnscale.measure.cuda.sequence_tiles import FIELDS, SIZES, most_tiles, tiles_of
 
 LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
 LN_2: tl.constexpr = tl.constexpr(math.log(2))
@@ -30,30 +30,30 @@ MANY_ROWS = 2**16  # of packed sequences, whose lengths only the device knows
 VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key's −∞ times zero is NaN
 
 
-@triton.jit(do_not_specialize=["heads", "group", "count", "kv_len"])  # one compilation for all lengths
+@triton.jit(do_not_specialize=SIZES)
 def rows_kernel(
-    query_at: tl.tensor,
-    key_at: tl.tensor,
-    value_at: tl.tensor,
-    output_at: tl.tensor,
-    sums_at: tl.tensor,
-    lse_at: tl.tensor,
-    tiles_at: tl.tensor,
-    query_batch: tl.tensor,
-    query_head: tl.tensor,
-    query_row: tl.tensor,
-    key_batch: tl.tensor,
-    key_head: tl.tensor,
-    key_row: tl.tensor,
-    value_batch: tl.tensor,
-    value_head: tl.tensor,
-    value_row: tl.tensor,
-    heads: tl.tensor,
-    group: tl.tensor,
-    count: tl.tensor,
-    kv_len: tl.tensor,
-    scale: tl.tensor,
-    scale_2: tl.tensor,
+    query_at,
+    key_at,
+    value_at,
+    output_at,
+    sums_at,
+    lse_at,
+    tiles_at,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    value_batch,
+    value_head,
+    value_row,
+    heads,
+    group,
+    count,
+    kv_len,
+    scale,
+    scale_2,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -62,7 +62,7 @@ def rows_kernel(
     ATTENDS: tl.constexpr,
     SEQUENCES: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+):
     """Compute one tile of query rows against all visible keys; with SEQUENCES, those of the tile's own sequence."""
     planes_apart = tl.cast(count, tl.int64) * heads  # statistics are stored one after the other, as in RowSums
     if SEQUENCES:
@@ -172,15 +172,15 @@ def rows_kernel(
 
 @triton.jit
 def key_tile(
-    at: tl.tensor,
-    start: tl.tensor,
-    stride: tl.tensor,
-    length: tl.tensor,
+    at,
+    start,
+    stride,
+    length,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
-) -> tl.tensor:
+):
     """Load keys or values from `start`, with zeros past the end."""
     offset, dims = tl.arange(0, TILE_KEYS)[:, None], tl.arange(0, WIDTH)[None, :]
     # One 64-bit offset, then 32 bits for each element.

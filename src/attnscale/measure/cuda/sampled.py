@@ -4,7 +4,7 @@ A training step asks for a few rows of each call, written to a buffer: probe().
 """
 
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -61,35 +61,33 @@ def measures(call: Call) -> bool:
 
 def measure(call: Call, rows: int | None) -> ScoreStats:
     """Measure every row, or about this many rows for each head; the mask has False or −∞ for hidden keys."""
-    from attnscale.measure.cuda import finish, masked_rows  # imported when needed: a CPU may have no triton
-    from attnscale.measure.cuda import rows as every_row
-
-    (batch, heads, q_len, _), kv_len, seen = call.query.shape, call.key.shape[2], call.visibility
-    planned = None if rows is None else design(rows, q_len, batch, not seen.is_full)
+    batch, _, q_len, _ = call.query.shape
+    planned = None if rows is None else design(rows, q_len, batch, not call.visibility.is_full)
+    if planned is None:
+        return measure_every_row(call)
     with torch.no_grad():
-        if planned is not None:
-            return measure_rows(call, planned, max_bound(call)).stats
-        sinks = own_sinks(call)
-        if not seen.is_plain or call.softcap is not None:
-            table = finish.finish(masked_rows.score_masked_rows(call, None, kv_len), sinks=sinks)
-        elif q_len == 1:
-            table = _measure_one_query(
-                call.query, call.key[:, :, :1] if seen.is_causal else call.key, call.scale, sinks
-            )
+        return measure_rows(call, planned, max_bound(call)).stats
+
+
+def measure_every_row(call: Call, starts: Tensor | None = None) -> ScoreStats:
+    """Measure every row; with the `starts` of packed sequences, each row over the keys of its own sequence."""
+    from attnscale.measure.cuda import masked_rows, rows  # imported when needed: a CPU may have no triton
+    from attnscale.measure.cuda.finish import finish
+
+    query, key, seen, weights = call.query, call.key, call.visibility, None
+    with torch.no_grad():
+        if starts is None and (not seen.is_plain or call.softcap is not None):
+            sums = masked_rows.score_masked_rows(call, None, key.shape[2])
+        elif starts is None and query.shape[2] == 1:  # over spans of keys that fill a GPU
+            key = key[:, :, :1] if seen.is_causal else key
+            alike = Call(heads_as_rows(query, key), key, key, EVERYTHING, 0.0, call.scale, None)
+            sums = masked_rows.score_masked_rows(alike, None, key_span(alike.query, key))
+            sums = sums.view(*sums.shape[:3], query.shape[1], 1)
+            weights = torch.ones(1, dtype=torch.float64, device=query.device)
         else:
-            sums = every_row.score_rows(call.query, call.key, call.scale, seen.is_causal)
-            table = finish.finish(sums.unsqueeze(1), sinks=sinks)
-    return ScoreStats(heads, exact=True, pool=Table(table), refreshed=capturing())
-
-
-def _measure_one_query(query: Tensor, key: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """Return the table of a query over spans of keys that fill a GPU."""
-    from attnscale.measure.cuda import finish, masked_rows
-
-    call = Call(heads_as_rows(query, key), key, key, EVERYTHING, 0.0, scale, None)
-    sums = masked_rows.score_masked_rows(call, None, key_span(call.query, key))
-    weights = torch.ones(1, dtype=torch.float64, device=query.device)
-    return finish.finish(sums.view(*sums.shape[:3], query.shape[1], 1), weights, sinks=sinks)
+            sums = rows.score_rows(query, key, call.scale, seen.last == 0, starts).unsqueeze(1)
+        table = finish(sums, weights, sinks=own_sinks(call))
+    return ScoreStats(query.shape[1], exact=True, pool=Table(table), refreshed=capturing())
 
 
 def heads_as_rows(query: Tensor, key: Tensor) -> Tensor:
@@ -125,10 +123,11 @@ def probe(
         return None  # the sample would be every row
     from attnscale.measure.cuda.masked_rows import empty_sums  # imported when needed: a CPU may have no triton
 
-    sample = drawn_ahead(planned, len(query), query.device).next()
+    drawn = drawn_ahead(planned, len(query), query.device)
+    sample = drawn.next()
     sums = empty_sums(query, key, len(planned.stratum), key_span(query, key))
     given, own = (query, key, mask, hidden_keys), (sample.positions, sums, table, lengths)
-    launch_probe(given, own, leaves_rows_out, is_causal, scale, planned)
+    launch_probe(given, own, leaves_rows_out, is_causal, scale, drawn.weights)
     return SampledRows(sample, sums, table)
 
 
@@ -139,7 +138,7 @@ def _launch_probe(
     leaves_rows_out: bool,
     is_causal: bool,
     scale: float,
-    planned: Design,
+    weights: Tensor,
 ) -> None:
     from attnscale.measure.cuda import finish, masked_rows
 
@@ -151,7 +150,7 @@ def _launch_probe(
     call = Call(query, key, key, seen, 0.0, scale, None)
     add_lengths_(lengths, query, key, padding, hidden_keys)
     masked_rows.score_masked_rows(call, positions, key_span(query, key), sums)
-    finish.finish(sums, weights_of(planned, query.device), table=table)
+    finish.finish(sums, weights, table=table)
 
 
 launch_probe = Replay(_launch_probe)
@@ -188,10 +187,11 @@ def probe_scores(
     call = Call(query, key, key, EVERYTHING, 0.0, 1.0, None)
     if scores.dtype not in KERNEL_DTYPES or not measures(call) or is_intercepted(scores):
         return None
-    sample = drawn_ahead(planned, len(scores), scores.device).next()
+    drawn = drawn_ahead(planned, len(scores), scores.device)
+    sample = drawn.next()
     sums = torch.empty((SUMS, 1, *scores.shape[:2], sample.positions.shape[1]), device=scores.device)
     launch = launch_scores if replays(query, key, None) else _launch_scores
-    launch(given, (sample.positions, highest, sums, table, lengths, scales), *scale, planned)
+    launch(given, (sample.positions, highest, sums, table, lengths, scales), *scale, drawn.weights)
     return SampledRows(sample, sums, table)
 
 
@@ -204,13 +204,13 @@ def _launch_scores(
     stated: Tensor,
     softcap: float | None,
     disagreement: float,
-    planned: Design,
+    weights: Tensor,
 ) -> None:
     from attnscale.measure.cuda import finish, score_matrix  # imported when needed: a CPU may have no triton
 
     (scores, query, key, rows_left_out, keys_left_out), (positions, highest, sums, table, lengths, scales) = given, own
     score_matrix.sum_rows(scores, rows_left_out, positions, sums)
-    finish.finish(sums, weights_of(planned, scores.device), highest, table=table)
+    finish.finish(sums, weights, highest, table=table)
     add_lengths_(lengths, query, key, rows_left_out, keys_left_out)
     score_matrix.find_scales(scores, query, key, rows, multiplier, stated, softcap, disagreement, scales)
 
@@ -230,17 +230,12 @@ def measure_rows(call: Call, planned: Design, bounds: Tensor) -> SampledRows:
     """
     from attnscale.measure.cuda import finish, masked_rows  # imported when needed: a CPU may have no triton
 
-    sample = drawn_ahead(planned, len(call.query), call.query.device).next()
+    drawn = drawn_ahead(planned, len(call.query), call.query.device)
+    sample = drawn.next()
     sums = masked_rows.score_masked_rows(call, sample.positions, key_span(call.query, call.key))
     sinks = own_sinks(call)
-    table = finish.finish(sums, weights_of(planned, call.query.device), bounds, sinks)
+    table = finish.finish(sums, drawn.weights, bounds, sinks)
     return SampledRows(sample, sums, table, sinks)
-
-
-@cache
-def weights_of(planned: Design, device: torch.device) -> Tensor:
-    """Return the number of positions that each sampled one represents, on the device."""
-    return planned.sample(planned.stratum).weights.double().to(device, non_blocking=True)
 
 
 class DrawnAhead:
@@ -249,6 +244,8 @@ class DrawnAhead:
     def __init__(self, planned: Design, batch: int, device: torch.device) -> None:
         self.planned, self.batch, self.device = planned, batch, device
         self.stream, self.raw = torch.cuda.current_stream(device), current_stream(device.index)  # stream of the copies
+        weights = planned.sample(planned.stratum).weights  # number of positions that each sampled one represents
+        self.weights = weights.double().to(device, non_blocking=True)
         self.drawn: tuple[Tensor, ...] = ()
         self.used = 0
 
@@ -262,7 +259,7 @@ class DrawnAhead:
         positions = self.drawn[self.used]
         self.used += 1
         if is_capturing:
-            CAPTURED.append(positions)
+            CAPTURED.extend((positions, self.weights))
         elif current_stream(self.device.index) != self.raw:  # the raw handle is cheaper to read than a Stream
             stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(self.stream)
@@ -275,7 +272,7 @@ class DrawnAhead:
         self.stream, self.raw = torch.cuda.current_stream(self.device), current_stream(self.device.index)
 
 
-CAPTURED: list[Tensor] = []  # positions that a graph reads at every replay, so they are never freed
+CAPTURED: list[Tensor] = []  # read at every replay of a graph, so they are never freed
 
 
 @lru_cache(maxsize=64)

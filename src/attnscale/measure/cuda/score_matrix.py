@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnscale.measure.cuda.launch import LEAST_WIDTH, Launch, Layout, Tiles, layout_key, padded_width
 from attnscale.measure.cuda.rows import VANISHED
+from attnscale.measure.cuda.sequence_tiles import SIZES
 from attnscale.visibility import NEVER_A_SCORE
 
 MOST_KEYS = 4096  # read at once by a program that measures a row
@@ -21,7 +22,7 @@ TILE_ELEMENTS = 4096  # of keys, read at once by a program that finds a scale
 HIDDEN: tl.constexpr = tl.constexpr(NEVER_A_SCORE)
 
 
-@triton.jit(do_not_specialize=["heads", "count", "kv_len"], do_not_specialize_on_alignment=["rows_at"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["rows_at"])
 def matrix_kernel(
     scores_at: tl.tensor,
     rows_at: tl.tensor,
@@ -122,7 +123,7 @@ def _matrix_launch(scores: Layout, left_out: Layout | None) -> Launch:
 
 
 @triton.jit(
-    do_not_specialize=["heads", "kv_len", "disagreement", "softcap"],
+    do_not_specialize=[*SIZES, "disagreement", "softcap"],
     do_not_specialize_on_alignment=["scales_at"],  # a part of a larger tensor
 )
 def slope_kernel(

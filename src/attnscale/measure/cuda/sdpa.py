@@ -84,11 +84,7 @@ def attention_rows_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
 ) -> Gradients:
     """Return the gradients of query, key and value."""
-    back = Pass(grad.contiguous(), query, key, value, output, lse, scale, is_causal)
-    if query.is_cuda:
-        return attention_gradients(back)
-    kernel = sdpa_backward(None, "cpu")
-    return _laid_out(_recomputed(back) if kernel is None else kernel(*back[:6], 0.0, is_causal, scale=scale), back)
+    return attention_gradients(Pass(grad, query, key, value, output, lse, scale, is_causal))
 
 
 @attention_rows_backward.register_fake
@@ -99,12 +95,16 @@ def _backward_fake(
 
 
 def attention_gradients(back: Pass) -> Gradients:
-    """Return the gradients on a GPU, by the backward of the kernel that SDPA would choose."""
+    """Return the gradients, by the backward of the kernel that SDPA would choose."""
+    back = back._replace(grad=back.grad.contiguous())
     given, (_, query, key, value, *_) = back, back
+    if not query.is_cuda:
+        kernel = sdpa_backward(None, "cpu")
+        found = None if kernel is None else kernel(*back[:6], 0.0, back.is_causal, scale=back.scale)
+        return _laid_out(found or _recomputed(back), back)
     if key.shape[2] == 1:  # the weight of a single key is always 1; torch returns NaN for some such shapes
         of_value = back.grad.sum(2, keepdim=True).unflatten(1, (value.shape[1], -1)).sum(2)
         return torch.zeros_like(query), torch.zeros_like(key), _like(of_value, value)
-    back = back._replace(grad=back.grad.contiguous())
     width = -(-query.shape[-1] // ALIGNMENT) * ALIGNMENT
     if width != query.shape[-1]:
         back = Pass(*(padded(x, width) for x in back[:5]), *back[5:])  # type: ignore[arg-type, call-arg]

@@ -1,5 +1,5 @@
 """Tiles of rows of packed sequences, computed on the GPU without a host synchronisation."""
-# mypy: disable-error-code="import-untyped, untyped-decorator"
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
 from functools import lru_cache
 
@@ -14,13 +14,16 @@ FIELDS: tl.constexpr = tl.constexpr(4)  # for each tile: start and length of its
 AT_ONCE: tl.constexpr = tl.constexpr(256)  # sequences, or tiles of one
 TILES_BESIDE: tl.constexpr = tl.constexpr(16)  # tiles of one, each beside so many sequences:
 SEQUENCES_BESIDE: tl.constexpr = tl.constexpr(128)
+# Arguments of all kernels that are sizes: one compilation serves all of them.
+SIZES = [
+    *("batch", "heads", "keys", "group", "count", "q_len", "kv_len", "kv_span", "first", "last"),
+    *("spans", "rows_each"),
+]
 MOST_SORTED = 1024  # sequences; with more, each program has many tiles and the work is even without sorting
 
 
-@triton.jit(do_not_specialize=["count"])
-def tiles_kernel(
-    starts_at: tl.tensor, tiles_at: tl.tensor, count: tl.tensor, TILE_ROWS: tl.constexpr, SORTED: tl.constexpr
-) -> None:
+@triton.jit(do_not_specialize=SIZES)
+def tiles_kernel(starts_at, tiles_at, count, TILE_ROWS: tl.constexpr, SORTED: tl.constexpr):
     """Write the tiles of one sequence, last rows first; the last program writes the total number of tiles.
 
     They follow the tiles of earlier sequences. If SORTED, they follow all tiles that begin later in their sequence:
@@ -48,7 +51,7 @@ def tiles_kernel(
 
 
 @triton.jit
-def _tiles_in(starts_at: tl.tensor, each: tl.tensor, count: tl.tensor, TILE_ROWS: tl.constexpr) -> tl.tensor:
+def _tiles_in(starts_at, each, count, TILE_ROWS: tl.constexpr):
     """Return the number of tiles of each sequence; zero for sequences from `count` on."""
     begins = tl.load(starts_at + each, mask=each < count, other=0)
     ends = tl.load(starts_at + each + 1, mask=each < count, other=0)
@@ -56,9 +59,7 @@ def _tiles_in(starts_at: tl.tensor, each: tl.tensor, count: tl.tensor, TILE_ROWS
 
 
 @triton.jit
-def _further_along(
-    starts_at: tl.tensor, tile: tl.tensor, number: tl.tensor, count: tl.tensor, TILE_ROWS: tl.constexpr
-) -> tl.tensor:
+def _further_along(starts_at, tile, number, count, TILE_ROWS: tl.constexpr):
     """Return the number of tiles ordered before these: later in their sequence, or equally late in an earlier one."""
     place = tl.zeros_like(tile)
     for start in range(0, count, SEQUENCES_BESIDE):

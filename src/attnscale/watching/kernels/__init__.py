@@ -25,8 +25,7 @@ Reader = Callable[[Lineage, dict[str, Any]], Iterator[KernelCall]]
 # By operation name; a final star matches any ending.
 READERS: dict[str, Reader] = {
     "aten::_scaled_dot_product_*": sdpa.sdpa,
-    "attnscale::attention_rows": sdpa.sdpa,
-    "attnscale::one_pass": sdpa.one_pass,
+    "attnscale::attention_rows": sdpa.attention_rows,
     "aten::_native_multi_head_attention": sdpa.multi_head_attention,
     "aten::_transformer_encoder_layer_fwd": sdpa.encoder_layer,
     "flash_attn::_flash_attn_forward": flash.flash,

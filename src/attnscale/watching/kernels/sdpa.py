@@ -35,8 +35,8 @@ def sdpa(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
         )
 
 
-def one_pass(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Read attention_with_stats on a CPU: visibility by position, document and mask."""
+def attention_rows(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
+    """Read attention_with_stats: visibility by position, document and mask."""
     query, key, value = args["query"], args["key"], args["value"]
     own, theirs = args.get("documents_q"), args.get("documents_k")
     documents = None if own is None or theirs is None else (own, theirs)
@@ -47,7 +47,7 @@ def one_pass(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
         args["scale"],
         lineage.node(query),
         lineage.node(key),
-        Visibility(args.get("last"), args.get("first"), args.get("mask"), documents),
+        Visibility(0 if args["is_causal"] else args.get("last"), args.get("first"), args.get("mask"), documents),
         softcap=args.get("softcap"),
         value_node=lineage.node(value),
         value=value,
