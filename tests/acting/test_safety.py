@@ -29,8 +29,8 @@ def misread(monkeypatch):
     """Heads are taken for their neighbours: what is scaled is not what makes the scores."""
     plain = head_rows.HeadRows._uses
 
-    def uses(self, name, layer, sources, origin):
-        found, first = plain(self, name, layer, sources, origin), self.number_of[name, 0]
+    def uses(self, name, layer, origin, side):
+        found, first = plain(self, name, layer, origin, side), self.number_of[name, 0]
         head = first + (found.head - first + 1) % layer.heads
         return head_rows.Uses(found.row, head, found.feature + (head - found.head) * self._widest)
 
@@ -63,13 +63,13 @@ KINDS = {"plain": {}, "one key": {"kv_heads": 1}, "latent keys": {"kind": Latent
 def test_a_clip_without_effect_is_undone_and_stops_and_says_so_once(way, kind, threshold, misread):
     model, x = made(**KINDS[kind])
     before = before_and(model)
-    with pytest.warns(NotFollowedWarning, match="stops at .*: its scores did not follow") as warned:
+    with pytest.warns(NotFollowedWarning, match="stops at .*: its scores did not decrease") as warned:
         reports = list(WAYS[way](model, x, threshold, 40))
     assert len([each for each in warned if each.category is NotFollowedWarning]) == 1
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name], rtol=1e-4, atol=0)
     assert not reports[-1].heads
-    assert {left.reason for left in reports[-1].left} == {"its scores did not follow when its weights were scaled"}
+    assert {left.reason for left in reports[-1].left} == {"its scores did not decrease when its weights were scaled down"}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -156,7 +156,7 @@ def test_a_clip_that_the_next_step_undoes_stops_and_says_so(dtype, factor):
     torch.manual_seed(1)
     model = sharpened(Normed(), "attention.q_proj.weight", slice(HEAD_DIM), factor).to(dtype)
     maximum = float(watched(model, (torch.randn(2, LENGTH, D_MODEL).to(dtype),)).layers["attention"].stats.max[0])
-    with pytest.warns(NotFollowedWarning, match="undoes its clips") as warned:
+    with pytest.warns(NotFollowedWarning, match="overwrites the clipped weights") as warned:
         reports = trained(model, WithMasters(model, 1e-2), maximum / 1.5)
     assert len([each for each in warned if each.category is NotFollowedWarning]) == 1
     assert [bool(report and report.heads) for report in reports][2:] == 4 * [False]

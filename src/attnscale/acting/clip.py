@@ -8,9 +8,8 @@ import math
 import re
 import warnings
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +22,7 @@ from attnscale.acting.clip_state import WriteCheck, clip_state
 from attnscale.acting.head_rows import HeadRows, SkippedHead, Touched
 from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
 from attnscale.acting.replicas import Axis, Floats, LayerHeads, agreed_layers, axes_of, head_axes
-from attnscale.acting.scaling import FIXED, HeadScaler
+from attnscale.acting.scaling import HeadScaler
 from attnscale.errors import NotFollowedWarning, SettingError
 from attnscale.plain import printable
 from attnscale.results import Result
@@ -31,14 +30,13 @@ from attnscale.tracing.parameters import Origins
 from attnscale.watching.layer import Layer
 
 LOGGER = logging.getLogger(__name__)
-# A head is clipped to slightly below the threshold, because rounding its parameters may increase a score.
-ROUNDING = 1e-5
-STALE = "it was clipped after this measurement; measure it again"
-WAITS = "its weights were scaled down a lot, so it is clipped again only after its next scores"
-NO_EFFECT = "its scores did not follow when its weights were scaled"
-UNDONE = "the next optimiser step undoes its clips"
+ALREADY_CLIPPED = "it was clipped after this measurement; measure it again"
+AT_LIMIT = "its weights were scaled down by the most that is allowed before its next scores show an effect"
+NO_EFFECT = "its scores did not decrease when its weights were scaled down"
+OVERWRITTEN = "the next optimiser step overwrites the clipped weights"
 NUMBER = re.compile(r"-?\d[\d.e+-]*")  # removed from reasons, to log each reason once
-MAXIMUM, BOUND, ADDED, SINK = range(4)  # rows of the numbers of each head
+MAXIMUM, BOUND, ADDED, SINK = range(4)  # rows of the numbers of each head; QKClip has the first only
+AIM, SOFTCAP, LAYER = range(3, 6)  # rows of the numbers that ranks exchange, after those of HeadScaler
 
 
 @dataclass(frozen=True)
@@ -162,23 +160,29 @@ def clip_layers(
     """Clip the heads of these layers by their measured scores; every rank of the axes must call it."""
     state = clip_state(model)
     own = {name: _numbers(layer, state.fresh_maxima(layer)) for name, layer in layers.items()}
+    stale = [
+        SkippedHead(name, head, ALREADY_CLIPPED)
+        for name, layer in layers.items()
+        for head in (own[name][MAXIMUM] == -torch.inf).nonzero().flatten().tolist()
+        if not float(layer.stats.max[head]) <= threshold
+    ]
     if not axes and all(bool((numbers[MAXIMUM] <= threshold).all()) for numbers in own.values()):
         if check is not None:
             check.forget()
-        return ClipReport(threshold, (), tuple(_stale(layers, own, threshold)))
+        return ClipReport(threshold, (), tuple(stale))
     clipper = Clipper(model, agreed_layers(axes, heads_of(layers)), threshold, axes, frozen, check)
-    unknown = torch.full((4, 1), -torch.inf, dtype=torch.float64)
-    each = [own[name][:, head, None] if name in own else unknown for name, head in clipper.scaler.heads]
-    agreed, votes = clipper.agreed(torch.cat([unknown[:, :0], *each], 1))
-    numbers, factors = agreed.cpu(), clipper.clip_(agreed).cpu().numpy()
-    clipper.observe(numbers.numpy(), factors, votes.tolist())
-    sampled = frozenset(name for name, layer in layers.items() if not layer.stats.exact)
-    report = clipper.report(numbers.numpy(), factors, sampled)
-    clipper.settle()
+    every = torch.full((4, len(clipper.rows.heads)), -torch.inf, dtype=torch.float64)
+    for name, numbers in own.items():
+        first = clipper.rows.number_of[name, 0]
+        every[:, first : first + numbers.shape[1]] = numbers
+    agreed = clipper.slots.largest(every.to(clipper.device))
+    factors = clipper.clip_(agreed).cpu().numpy()
+    clipper.observe(agreed.cpu(), factors)
+    sampled = {name for name, layer in layers.items() if not layer.stats.exact}
+    report = clipper.report(agreed.cpu(), factors, sampled)
+    clipper.restore_if_due()
     for name, layer in layers.items():
         state.note_used(layer, [head.head for head in report.heads if head.layer == name])
-    of_layer = {name: numbers[:, slots] for name, slots in clipper.slots_of_layers().items()}
-    stale = _stale({name: layers[name] for name in of_layer if name in layers}, of_layer, threshold)
     return ClipReport(threshold, report.heads, (*stale, *report.left))
 
 
@@ -211,19 +215,11 @@ def _numbers(layer: Layer, maxima: Tensor) -> Tensor:
     return numbers.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def _stale(layers: Mapping[str, Layer], numbers: Mapping[str, Tensor], threshold: float) -> Iterator[SkippedHead]:
-    """Yield heads that exceeded the threshold, but were clipped since then and not measured again."""
-    for name, layer in layers.items():
-        waiting = (numbers[name][MAXIMUM] == -torch.inf).nonzero().flatten().tolist()
-        before = layer.stats.max.tolist() if waiting else []
-        yield from (SkippedHead(name, head, STALE) for head in waiting if not before[head] <= threshold)
-
-
-AIM, SOFTCAP, LAYER = range(3, 6)  # rows of the numbers that ranks exchange, after those of HeadScaler
-
-
 class Clipper:
-    """Clips the heads of a model, on the device of its parameters; every rank of the axes must create one."""
+    """Clips the heads of a model, on the device of its parameters; every rank of the axes must create one.
+
+    Numbers are tensors (1 or 4, slots), with the rows MAXIMUM, BOUND, ADDED and SINK.
+    """
 
     def __init__(
         self,
@@ -235,125 +231,108 @@ class Clipper:
         check: WriteCheck | None = None,
     ) -> None:
         self.threshold, self._state, self._check = threshold, clip_state(model), check
-
-        def known(rows: HeadRows) -> list[list[float]]:
-            aims = [_aim(threshold, rows.dtype(name)) for name, _ in rows.heads]
-            caps = [layers[name].softcap or math.inf for name, _ in rows.heads]
-            return [aims, caps, [float(zlib.crc32(name.encode())) for name, _ in rows.heads]]
-
-        self.scaler = HeadScaler(model, layers, axes, frozen, known)
+        self.rows = HeadRows(model, layers, frozen, axes)
+        caps = [layers[name].softcap or math.inf for name, _ in self.rows.heads]
+        layer_ids = [float(zlib.crc32(name.encode())) for name, _ in self.rows.heads]
+        own = [(threshold * (1 - self.rows.rounding)).tolist(), caps, layer_ids]
+        self.scaler = HeadScaler(model, self.rows, axes, own)
+        self.slots, self.device = self.scaler.slots, self.scaler.device
         self._is_first = all(dist.get_rank(axis.group) == 0 for axis in axes)
-        self._effect = self._state.effect_of(self.scaler)
-        device = self.scaler.fixed.device
-        self.scaler.fixed |= torch.from_numpy(self._effect.stopped).to(device)
-        self._no_votes = torch.zeros(2, device=device)
-        self._aims, self._caps = (torch.from_numpy(self._known[row]).to(device) for row in (AIM, SOFTCAP))
+        self._effect = self._state.effect_of(self.scaler, self.rows.heads)
+        self._aims, self._caps = (torch.from_numpy(self.slots.known[row]).to(self.device) for row in (AIM, SOFTCAP))
+        self._is_capped = bool(self._caps.isfinite().any())
+        self._families = torch.from_numpy(self.scaler.families).to(self.device)
+        self._ones = torch.ones_like(self._aims)
 
-    @property
-    def _known(self) -> Floats:
-        return self.scaler.slots.known
-
-    def slots_of_layers(self) -> dict[str, list[int]]:
-        """Return the slots of this rank's heads by layer."""
-        found: dict[str, list[int]] = {}
-        for number, (layer, _) in enumerate(self.scaler.heads, self.scaler.slots.own.start):
-            found.setdefault(layer, []).append(number)
-        return found
-
-    def agreed(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the maximum over ranks of the numbers of each slot, (numbers, slots), and the votes for observe()."""
-        votes = None if self._check is None else self._check.votes()
-        return self.scaler.slots.agreed(own.to(self._aims), self._no_votes if votes is None else votes)
-
+    @torch.no_grad()
     def clip_(self, numbers: Tensor) -> Tensor:
-        """Scale down the heads above the threshold; return the factor of each slot."""
-        factors = self._effect.limited(self.factors(numbers))
+        """Scale down the heads above the threshold; return the factor of each slot, float64.
+
+        It does not wait for a GPU, except to check once or a few times that the optimiser keeps clipped weights.
+        """
+        if self._check is not None and self._check.has_sample and self._check.was_undone(self.scaler):
+            self._stop(np.ones(self.slots.count, dtype=np.bool_), OVERWRITTEN)
+        products, aims = self._products(numbers)
+        is_over = (numbers[MAXIMUM] > self.threshold) & (products < torch.inf)
+        wanted = torch.where(is_over, aims / products, 1.0)
+        factors = torch.scatter_reduce(self._ones, 0, self._families, wanted, "amin")[self._families]
+        factors = self._effect.limited(factors)
         if self._check is not None:
             self._check.before_clip(self.scaler, factors)
         self.scaler.multiply_(factors)
         return factors
 
-    def factors(self, numbers: Tensor) -> Tensor:
-        """Return the factor for the scores of each slot, float64; 1 for a head that is not clipped.
+    def _products(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest product of queries and keys of each slot, ∞ if it cannot be scaled, and its aim.
 
         If a bias of up to b is added to the scores, only the product can be scaled: γ = (τ − b) / (M − b). With a
         soft-cap c, the factor applies before the cap: γ = artanh(τ/c) / artanh(M/c).
         """
-        largest, has_more = numbers[MAXIMUM], len(numbers) > 1
-        added = numbers[ADDED].clamp(min=0.0) if has_more else 0.0
-        above, aim = self._uncapped(largest - added), self._uncapped(self._aims - added)
-        can = (largest > self.threshold) & torch.isfinite(above) & (aim > 0)
-        can = can & (numbers[SINK] <= self._aims) if has_more else can
-        return self.scaler.by_family(torch.where(can, aim / above, 1.0), "least")
+        largest, aims = numbers[MAXIMUM], self._aims.to(numbers.device)
+        if len(numbers) > 1:
+            added = numbers[ADDED].clamp(min=0.0)
+            is_impossible = (added >= aims) | (numbers[SINK] > aims)
+            largest, aims = torch.where(is_impossible, torch.inf, largest - added), aims - added
+        if self._is_capped:
+            caps = self._caps.to(numbers.device)
+            largest, aims = (
+                torch.where(caps == torch.inf, scores, caps * torch.atanh((scores / caps).clamp(max=1.0)))
+                for scores in (largest, aims)
+            )
+        return largest, aims
 
-    def _uncapped(self, scores: Tensor) -> Tensor:
-        if not self._is_capped:
-            return scores
-        caps = self._caps.to(scores.device)
-        return torch.where(caps == torch.inf, scores, caps * torch.atanh(scores / caps))
-
-    @cached_property
-    def _is_capped(self) -> bool:
-        return bool(np.isfinite(self._known[SOFTCAP]).any())
-
-    def observe(self, numbers: Floats, factors: Floats, votes: Sequence[float]) -> None:
-        """Check on the host that clips have an effect, else stop clipping; all ranks call it at the same step."""
+    def observe(self, numbers: Tensor, factors: Floats) -> None:
+        """Note on the host which scores were clipped by which factors; all ranks call it at the same step."""
         if self._check is not None:
             self._check.is_armed |= bool((factors < 1.0).any())
-            self._check.is_done |= any(votes)
-            if votes[0] and not votes[1]:
-                self._stop(np.ones(len(factors), dtype=np.bool_), UNDONE)
-        added = np.maximum(numbers[ADDED], 0.0) if len(numbers) > 1 else 0.0
-        scores = self._uncapped(torch.from_numpy(numbers[MAXIMUM] - added)).numpy()
-        is_free = ~self._effect.stopped & (self._known[FIXED] == 0)
-        is_over = (numbers[MAXIMUM] > self.threshold) & np.isfinite(scores) & is_free
-        self._effect.observe(scores, is_over, factors)
+        products, _ = self._products(numbers)
+        is_over = (numbers[MAXIMUM] > self.threshold) & products.isfinite()
+        self._effect.observe(products.numpy(), is_over.numpy() & ~self._effect.is_fixed, factors)
 
-    def settle(self) -> None:
-        """Check the effect of large clips, after all their steps were observed."""
+    @property
+    def is_due(self) -> bool:
+        """True if restore_if_due() has clips to check."""
+        return self._effect.is_due
+
+    def restore_if_due(self) -> None:
+        """Check the effect of large clips after all their steps were observed; restore weights if there was none."""
         if self._effect.is_due:
             failed = self._effect.judge(self.scaler)
             if failed.any():
                 self._stop(failed, NO_EFFECT)
 
-    @property
-    def is_due(self) -> bool:
-        """True if settle() has clips to check."""
-        return self._effect.is_due
-
     def _stop(self, slots: NDArray[np.bool_], why: str) -> None:
-        self._effect.stopped |= slots
-        self.scaler.fixed |= torch.from_numpy(slots).to(self.scaler.fixed.device)
-        own = np.flatnonzero(slots[self.scaler.slots.own]).tolist()
-        layers = dict.fromkeys(self.scaler.heads[number][0] for number in own)
+        self._effect.stop(slots)
+        own = np.flatnonzero(slots[self.slots.own]).tolist()
+        layers = dict.fromkeys(self.rows.heads[number][0] for number in own)
         self._state.stopped |= dict.fromkeys(layers, why)
         if self._is_first and layers:
-            which = ", ".join(layers) if len(layers) < len(self.slots_of_layers()) else "every layer"
-            done = "" if why == UNDONE else ", and its weights are restored"
+            which = ", ".join(layers) if len(layers) < len({name for name, _ in self.rows.heads}) else "every layer"
+            done = "; its weights are restored" if why == NO_EFFECT else ""
             warnings.warn(printable(f"QK-Clip stops at {which}: {why}{done}."), NotFollowedWarning, stacklevel=4)
 
-    def report(self, numbers: Floats, factors: Floats, sampled: Collection[str] = ()) -> ClipReport:
+    def report(self, numbers: Tensor, factors: Floats, sampled: Collection[str] = ()) -> ClipReport:
         """Return the report for this rank's heads, from numbers on the host."""
-        scaler, here = self.scaler, self.scaler.slots.own
-        own, largest, bounds = factors[here], numbers[MAXIMUM, here], numbers[min(BOUND, len(numbers) - 1), here]
-        clipped = []
-        for each in scaler.scaled(own):
-            number = scaler.rows.number_of[each.layer, each.head]
-            how = "sampled" if each.layer in sampled else "exact"
-            maximum, bound = float(largest[number]), float(bounds[number])
-            clipped.append(ClippedHead(each.layer, each.head, maximum, bound, how, each.factor, each.touched))
-        over = np.flatnonzero(~(largest <= self.threshold) & (own == 1.0)).tolist()
-        first = scaler.slots.own.start
-        left = [SkippedHead(*scaler.heads[at], self._why_left(numbers[:, first + at], at)) for at in over]
+        own, clipped, left = factors[self.slots.own], [], []
+        of_heads = numbers[:, self.slots.own].T.tolist()
+        for number, touched in self.rows.touched(own).items():
+            (layer, head), (maximum, *more) = self.rows.heads[number], of_heads[number]
+            how = "sampled" if layer in sampled else "exact"
+            bound, factor = more[0] if more else maximum, float(own[number])
+            clipped.append(ClippedHead(layer, head, maximum, bound, how, factor, touched))
+        for number, (layer, head) in enumerate(self.rows.heads):
+            if of_heads[number][MAXIMUM] > self.threshold and own[number] == 1.0:
+                left.append(SkippedHead(layer, head, self._why_left(number, *of_heads[number])))
         report = ClipReport(self.threshold, tuple(clipped), tuple(left))
         self._state.note(report.factors)
         self._log(report)
         return report
 
-    def _why_left(self, numbers: Floats, number: int) -> str:
-        slot = number + self.scaler.slots.own.start
-        aim, cap, largest = self._known[AIM, slot], self._known[SOFTCAP, slot], numbers[MAXIMUM]
-        added, sink = (max(numbers[ADDED], 0.0), numbers[SINK]) if len(numbers) > 1 else (0.0, -math.inf)
+    def _why_left(
+        self, number: int, largest: float, bound: float = 0.0, added: float = 0.0, sink: float = -math.inf
+    ) -> str:
+        slot = number + self.slots.own.start
+        aim, cap, added = self.slots.known[AIM, slot], self.slots.known[SOFTCAP, slot], max(added, 0.0)
         if sink > aim:
             return f"its sink has a score of {sink:.4g}"
         if not math.isfinite(largest):
@@ -362,9 +341,9 @@ class Clipper:
             return f"a bias of up to {added:.4g} is added to its scores, which exceeds the threshold by itself"
         if largest - added >= cap:
             return f"its largest score is at the soft-cap, {cap:.4g}, so the score before the cap is unknown"
-        if self._effect.stopped[slot]:
-            return self._state.stopped.get(self.scaler.heads[number][0], NO_EFFECT)
-        return self.scaler.rows.why_fixed(number) if self._known[FIXED, slot] else WAITS
+        if self.scaler.is_fixed[slot]:
+            return self.rows.why_fixed(number)
+        return self._state.stopped.get(self.rows.heads[number][0], AT_LIMIT)
 
     def _log(self, report: ClipReport) -> None:
         """Log each clipped head with its previous maximum, and once for each layer that could not be clipped."""
@@ -372,14 +351,9 @@ class Clipper:
             for head in report.heads:
                 LOGGER.info("QK-Clip at %g: %s", report.threshold, head)
         for left in report.left:
-            said = left.layer, NUMBER.sub("", left.reason)
-            if self._is_first and said not in self._state.said and left.reason != WAITS:
-                self._state.said.add(said)
+            logged = left.layer, NUMBER.sub("", left.reason)
+            if self._is_first and logged not in self._state.logged and left.reason != AT_LIMIT:
+                self._state.logged.add(logged)
                 heads = [each.head for each in report.left if (each.layer, each.reason) == (left.layer, left.reason)]
                 which = printable(f"{left.layer}, heads {', '.join(map(str, heads))}: not changed: {left.reason}")
                 LOGGER.warning("QK-Clip at %g: %s", report.threshold, which)
-
-
-def _aim(threshold: float, dtype: torch.dtype) -> float:
-    """Return the score that a head with parameters of this dtype is clipped to."""
-    return threshold * (1 - max(ROUNDING, torch.finfo(dtype).eps))

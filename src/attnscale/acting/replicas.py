@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -158,33 +158,19 @@ class Slots:
             return [None]
         return [axis.group for axis in self.axes]
 
-    def agreed(self, own: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the maximum over ranks of `own`, (numbers, own heads), for each slot, and of the votes."""
+    def largest(self, own: Tensor) -> Tensor:
+        """Return the maximum over ranks for each slot, from the numbers of this rank's own heads, (…, heads)."""
         if not self.axes:
-            return own, votes
-        every = own.new_full((len(own), self.count), -torch.inf)
-        every[:, self.own] = own
-        every = torch.cat([every.flatten(), votes.to(every)])
-        for group in self._groups:
-            dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
-        return every[: -len(votes)].view(len(own), self.count), every[-len(votes) :]
+            return own
+        every = own.new_full((*own.shape[:-1], self.count), -torch.inf)
+        every[..., self.own] = own
+        return self.reduced_(every, "max")
 
-    def summed(self, numbers: Tensor) -> Tensor:
-        """Return the sum over all ranks."""
+    def reduced_(self, numbers: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        """Return the sum or the maximum over all ranks."""
         for group in self._groups:
-            dist.all_reduce(numbers, group=group)
+            dist.all_reduce(numbers, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=group)
         return numbers
-
-
-@dataclass(frozen=True)
-class Block:
-    """A parameter as this rank computes with it; `first` is the number of its first row."""
-
-    name: str
-    shape: tuple[int, ...]
-    across: tuple[int, ...]
-    offset: float
-    first: int
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from attnscale.acting.clip import heads_of
-from attnscale.acting.head_rows import Head, ScaledHead, SkippedHead, Touched
+from attnscale.acting.head_rows import Head, HeadRows, SkippedHead, Touched
 from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
 from attnscale.acting.scaling import HeadScaler
 from attnscale.declared.declaration import note_folded
@@ -87,11 +88,11 @@ def rescale_(model: nn.Module, rule: Scale, batch: Any = None, *, frozen: Frozen
     scales = {name: _constant(rule, layer.head_dim) for name, layer in before.layers.items()}
     wanted = _ratios(before, lambda layer: torch.full((layer.heads,), scales[layer.name]), lambda layer: layer.scales)
     folded, left = _multiply(model, before.layers, wanted, frozen)
-    _note_folded(model, before.layers, {(each.layer, each.head): each.factor for each in folded})
+    _note_folded(model, before.layers, {head: factor for head, (factor, _) in folded.items()})
     heads = []
-    for each in folded:
-        was = float(before.layers[each.layer].scales[each.head])
-        heads.append(RescaledHead(each.layer, each.head, was, was * each.factor, each.factor, each.touched))
+    for (name, head), (factor, touched) in folded.items():
+        was = float(before.layers[name].scales[head])
+        heads.append(RescaledHead(name, head, was, was * factor, factor, touched))
     return RescaleReport(tuple(heads), tuple(left))
 
 
@@ -124,10 +125,9 @@ def calibrate_(model: nn.Module, batch: Any, *, frozen: Frozen = "keep") -> Resc
             folded, left = _multiply(model, after.layers, wanted, frozen)
             if not folded:
                 break
-            for each in folded:
-                key = (each.layer, each.head)
-                touched[key] = _compounded(touched.get(key, ()), each.touched)
-                factors[key] = factors.get(key, 1.0) * each.factor
+            for each, (factor, changes) in folded.items():
+                touched[each] = _compounded(touched.get(each, ()), changes)
+                factors[each] = factors.get(each, 1.0) * factor
             after = _watched(model, batch, rows=None)
     _note_folded(model, before.layers, factors)
     heads = []
@@ -139,15 +139,21 @@ def calibrate_(model: nn.Module, batch: Any, *, frozen: Frozen = "keep") -> Resc
 
 def _multiply(
     model: nn.Module, layers: Mapping[str, Layer], wanted: Mapping[Head, float], frozen: Frozen
-) -> tuple[list[ScaledHead], list[SkippedHead]]:
-    """Multiply the scores of these heads; heads of one family get the geometric mean of their factors."""
-    scaler = HeadScaler(model, heads_of(layers), frozen=frozen)
-    logs = torch.tensor([math.log(wanted.get(head, 1.0)) for head in scaler.heads], dtype=torch.float64)
-    factors = scaler.by_family(logs.to(scaler.fixed.device).exp(), "geometric mean")
-    scaler.multiply_(factors)
-    skipped = [number for number, head in enumerate(scaler.heads) if head in wanted and scaler.fixed[number]]
-    left = [SkippedHead(*scaler.heads[number], scaler.rows.why_fixed(number)) for number in skipped]
-    return scaler.scaled(factors.cpu().numpy()), left
+) -> tuple[dict[Head, tuple[float, tuple[Touched, ...]]], list[SkippedHead]]:
+    """Multiply the scores of these heads; heads of one family get the geometric mean of their factors.
+
+    Return the factor and the changed rows of each head, and the heads that could not be multiplied.
+    """
+    rows = HeadRows(model, heads_of(layers), frozen)
+    scaler = HeadScaler(model, rows)
+    logs = np.log([wanted.get(head, 1.0) for head in rows.heads])
+    means = np.bincount(scaler.families, logs) / np.bincount(scaler.families)
+    factors = np.where(scaler.is_fixed, 1.0, np.exp(means[scaler.families]))
+    scaler.multiply_(torch.from_numpy(factors).to(scaler.device))
+    skipped = [number for number, head in enumerate(rows.heads) if head in wanted and scaler.is_fixed[number]]
+    left = [SkippedHead(*rows.heads[number], rows.why_fixed(number)) for number in skipped]
+    touched = rows.touched(factors).items()
+    return {rows.heads[number]: (float(factors[number]), changes) for number, changes in touched}, left
 
 
 def _watched(model: nn.Module, batch: Any, rows: int | None = 64) -> Seen:

@@ -139,7 +139,7 @@ class QKClip:
 
     def flush(self) -> ClipReport | None:
         """Wait for reports from a GPU, and return the last one."""
-        return None if self._probed is None else self._deliver(self._probed.arrived(waits=True))
+        return None if self._probed is None else self._deliver(self._probed.reports(waits=True))
 
     def close(self) -> None:
         """Stop, and remove everything from the model."""
