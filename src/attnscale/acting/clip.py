@@ -7,21 +7,19 @@ import logging
 import math
 import re
 import warnings
-import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from attnscale.acting.clip_state import WriteCheck, clip_state
-from attnscale.acting.head_rows import HeadRows, SkippedHead, Touched
+from attnscale.acting.head_rows import Floats, HeadRows, Mask, SkippedHead, Touched
 from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
-from attnscale.acting.replicas import Axis, Floats, LayerHeads, agreed_layers, axes_of, head_axes
+from attnscale.acting.replicas import LayerHeads, Replicas, replicas_of
 from attnscale.acting.scaling import HeadScaler
 from attnscale.errors import NotFollowedWarning, SettingError
 from attnscale.plain import printable
@@ -36,7 +34,6 @@ NO_EFFECT = "its scores did not decrease when its weights were scaled down"
 OVERWRITTEN = "the next optimiser step overwrites the clipped weights"
 NUMBER = re.compile(r"-?\d[\d.e+-]*")  # removed from reasons, to log each reason once
 MAXIMUM, BOUND, ADDED, SINK = range(4)  # rows of the numbers of each head; QKClip has the first only
-AIM, SOFTCAP, LAYER = range(3, 6)  # rows of the numbers that ranks exchange, after those of HeadScaler
 
 
 @dataclass(frozen=True)
@@ -145,19 +142,19 @@ def clip_qk_(
     check_threshold(threshold)
     check_frozen(frozen)
     refuse_foreign_parameters(model)
-    axes = head_axes(axes_of(model, group), heads_of(seen.layers))
-    return clip_layers(model, seen.layers, threshold, axes, frozen)
+    replicas = replicas_of(model, group, heads_of(seen.layers))
+    return clip_layers(model, seen.layers, threshold, replicas, frozen)
 
 
 def clip_layers(
     model: nn.Module,
     layers: Mapping[str, Layer],
     threshold: float,
-    axes: Sequence[Axis],
+    replicas: Replicas,
     frozen: Frozen = "keep",
     check: WriteCheck | None = None,
 ) -> ClipReport:
-    """Clip the heads of these layers by their measured scores; every rank of the axes must call it."""
+    """Clip the heads of these layers by their measured scores; every rank must call it."""
     state = clip_state(model)
     own = {name: _numbers(layer, state.fresh_maxima(layer)) for name, layer in layers.items()}
     stale = [
@@ -166,16 +163,16 @@ def clip_layers(
         for head in (own[name][MAXIMUM] == -torch.inf).nonzero().flatten().tolist()
         if not float(layer.stats.max[head]) <= threshold
     ]
-    if not axes and all(bool((numbers[MAXIMUM] <= threshold).all()) for numbers in own.values()):
+    if not replicas.groups and all(bool((numbers[MAXIMUM] <= threshold).all()) for numbers in own.values()):
         if check is not None:
             check.forget()
         return ClipReport(threshold, (), tuple(stale))
-    clipper = Clipper(model, agreed_layers(axes, heads_of(layers)), threshold, axes, frozen, check)
+    clipper = Clipper(model, replicas.agreed_layers(heads_of(layers)), threshold, replicas, frozen, check)
     every = torch.full((4, len(clipper.rows.heads)), -torch.inf, dtype=torch.float64)
     for name, numbers in own.items():
         first = clipper.rows.number_of[name, 0]
         every[:, first : first + numbers.shape[1]] = numbers
-    agreed = clipper.slots.largest(every.to(clipper.device))
+    agreed = replicas.reduced_(every.to(clipper.device), "max")
     factors = clipper.clip_(agreed).cpu().numpy()
     clipper.observe(agreed.cpu(), factors)
     sampled = {name for name, layer in layers.items() if not layer.stats.exact}
@@ -216,9 +213,9 @@ def _numbers(layer: Layer, maxima: Tensor) -> Tensor:
 
 
 class Clipper:
-    """Clips the heads of a model, on the device of its parameters; every rank of the axes must create one.
+    """Clips the heads of a model, on the device of its parameters; every rank must create one.
 
-    Numbers are tensors (1 or 4, slots), with the rows MAXIMUM, BOUND, ADDED and SINK.
+    Numbers are tensors (1 or 4, heads), with the rows MAXIMUM, BOUND, ADDED and SINK.
     """
 
     def __init__(
@@ -226,32 +223,30 @@ class Clipper:
         model: nn.Module,
         layers: Mapping[str, LayerHeads],
         threshold: float,
-        axes: Sequence[Axis],
+        replicas: Replicas,
         frozen: Frozen = "keep",
         check: WriteCheck | None = None,
     ) -> None:
         self.threshold, self._state, self._check = threshold, clip_state(model), check
-        self.rows = HeadRows(model, layers, frozen, axes)
-        caps = [layers[name].softcap or math.inf for name, _ in self.rows.heads]
-        layer_ids = [float(zlib.crc32(name.encode())) for name, _ in self.rows.heads]
-        own = [(threshold * (1 - self.rows.rounding)).tolist(), caps, layer_ids]
-        self.scaler = HeadScaler(model, self.rows, axes, own)
-        self.slots, self.device = self.scaler.slots, self.scaler.device
-        self._is_first = all(dist.get_rank(axis.group) == 0 for axis in axes)
-        self._effect = self._state.effect_of(self.scaler, self.rows.heads)
-        self._aims, self._caps = (torch.from_numpy(self.slots.known[row]).to(self.device) for row in (AIM, SOFTCAP))
+        self.rows = HeadRows(model, layers, frozen, replicas.cuts)
+        self.scaler = HeadScaler(model, self.rows, replicas)
+        self._is_first, self.device = replicas.is_first, self.scaler.device
+        self._effect = self._state.effect_of(self.scaler)
+        caps = np.array([layers[name].softcap or math.inf for name, _ in self.rows.heads])
+        self._aims = torch.from_numpy(threshold * (1 - self.rows.rounding)).to(self.device)
+        self._caps = torch.from_numpy(caps).to(self.device)
         self._is_capped = bool(self._caps.isfinite().any())
-        self._families = torch.from_numpy(self.scaler.families).to(self.device)
+        self._families = torch.from_numpy(self.rows.families).to(self.device)
         self._ones = torch.ones_like(self._aims)
 
     @torch.no_grad()
     def clip_(self, numbers: Tensor) -> Tensor:
-        """Scale down the heads above the threshold; return the factor of each slot, float64.
+        """Scale down the heads above the threshold; return the factor of each head, float64.
 
         It does not wait for a GPU, except to check once or a few times that the optimiser keeps clipped weights.
         """
         if self._check is not None and self._check.has_sample and self._check.was_undone(self.scaler):
-            self._stop(np.ones(self.slots.count, dtype=np.bool_), OVERWRITTEN)
+            self._stop(np.ones(len(self.rows.heads), dtype=np.bool_), OVERWRITTEN)
         products, aims = self._products(numbers)
         is_over = (numbers[MAXIMUM] > self.threshold) & (products < torch.inf)
         wanted = torch.where(is_over, aims / products, 1.0)
@@ -263,7 +258,7 @@ class Clipper:
         return factors
 
     def _products(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest product of queries and keys of each slot, ∞ if it cannot be scaled, and its aim.
+        """Return the largest product of queries and keys of each head, ∞ if it cannot be scaled, and its aim.
 
         If a bias of up to b is added to the scores, only the product can be scaled: γ = (τ − b) / (M − b). With a
         soft-cap c, the factor applies before the cap: γ = artanh(τ/c) / artanh(M/c).
@@ -301,10 +296,9 @@ class Clipper:
             if failed.any():
                 self._stop(failed, NO_EFFECT)
 
-    def _stop(self, slots: NDArray[np.bool_], why: str) -> None:
-        self._effect.stop(slots)
-        own = np.flatnonzero(slots[self.slots.own]).tolist()
-        layers = dict.fromkeys(self.rows.heads[number][0] for number in own)
+    def _stop(self, heads: Mask, why: str) -> None:
+        self._effect.stop(heads)
+        layers = dict.fromkeys(self.rows.heads[number][0] for number in np.flatnonzero(heads))
         self._state.stopped |= dict.fromkeys(layers, why)
         if self._is_first and layers:
             which = ", ".join(layers) if len(layers) < len({name for name, _ in self.rows.heads}) else "every layer"
@@ -312,16 +306,15 @@ class Clipper:
             warnings.warn(printable(f"QK-Clip stops at {which}: {why}{done}."), NotFollowedWarning, stacklevel=4)
 
     def report(self, numbers: Tensor, factors: Floats, sampled: Collection[str] = ()) -> ClipReport:
-        """Return the report for this rank's heads, from numbers on the host."""
-        own, clipped, left = factors[self.slots.own], [], []
-        of_heads = numbers[:, self.slots.own].T.tolist()
-        for number, touched in self.rows.touched(own).items():
+        """Return the report, from numbers on the host."""
+        clipped, left, of_heads = [], [], numbers.T.tolist()
+        for number, touched in self.rows.touched(factors).items():
             (layer, head), (maximum, *more) = self.rows.heads[number], of_heads[number]
             how = "sampled" if layer in sampled else "exact"
-            bound, factor = more[0] if more else maximum, float(own[number])
+            bound, factor = more[0] if more else maximum, float(factors[number])
             clipped.append(ClippedHead(layer, head, maximum, bound, how, factor, touched))
         for number, (layer, head) in enumerate(self.rows.heads):
-            if of_heads[number][MAXIMUM] > self.threshold and own[number] == 1.0:
+            if of_heads[number][MAXIMUM] > self.threshold and factors[number] == 1.0:
                 left.append(SkippedHead(layer, head, self._why_left(number, *of_heads[number])))
         report = ClipReport(self.threshold, tuple(clipped), tuple(left))
         self._state.note(report.factors)
@@ -331,8 +324,7 @@ class Clipper:
     def _why_left(
         self, number: int, largest: float, bound: float = 0.0, added: float = 0.0, sink: float = -math.inf
     ) -> str:
-        slot = number + self.slots.own.start
-        aim, cap, added = self.slots.known[AIM, slot], self.slots.known[SOFTCAP, slot], max(added, 0.0)
+        aim, cap, added = float(self._aims[number]), float(self._caps[number]), max(added, 0.0)
         if sink > aim:
             return f"its sink has a score of {sink:.4g}"
         if not math.isfinite(largest):
@@ -341,7 +333,7 @@ class Clipper:
             return f"a bias of up to {added:.4g} is added to its scores, which exceeds the threshold by itself"
         if largest - added >= cap:
             return f"its largest score is at the soft-cap, {cap:.4g}, so the score before the cap is unknown"
-        if self.scaler.is_fixed[slot]:
+        if self.rows.is_fixed[number]:
             return self.rows.why_fixed(number)
         return self._state.stopped.get(self.rows.heads[number][0], AT_LIMIT)
 

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attnscale.acting.head_rows import Head
-from attnscale.acting.replicas import Floats, device_of
-from attnscale.acting.scaling import EXPONENT, HeadScaler, ScaledParameter
+from attnscale.acting.head_rows import Floats, Head
+from attnscale.acting.scaling import HeadScaler, ScaledParameter, device_of
 from attnscale.measure.stats import ScoreStats
 from attnscale.module_paths import without_wrappers
 from attnscale.watching.layer import Layer
@@ -57,9 +56,9 @@ class ClipState:
         for stats in layer.measured or (layer.stats,):
             self._used.setdefault(stats, set()).update(heads)
 
-    def effect_of(self, scaler: HeadScaler, heads: list[Head]) -> "EffectCheck":
+    def effect_of(self, scaler: HeadScaler) -> "EffectCheck":
         """Return the check of these heads; the same one at every clip."""
-        which = (tuple(heads), scaler.slots.count, scaler.slots.own.start, scaler.is_fixed.tobytes())
+        which = (tuple(scaler.rows.heads), scaler.rows.is_fixed.tobytes())
         if which not in self._effects:
             self._effects[which] = EffectCheck(scaler)
         effect = self._effects[which]
@@ -110,29 +109,31 @@ class EffectCheck:
     """
 
     def __init__(self, scaler: HeadScaler) -> None:
-        count = scaler.slots.count
+        rows, count = scaler.rows, len(scaler.rows.heads)
         self._factors = np.ones(count)  # product of the factors since the last check
         self._before, self._after = np.zeros(count), np.zeros(count)  # largest scores, divided by those factors
         self._sizes = scaler.log_sizes()
-        self._layers = scaler.slots.known[-1]
+        _, self._layers = np.unique([name for name, _ in rows.heads], return_inverse=True)
+        exponents = np.full(count, 0.5)
+        np.maximum.at(exponents, rows.head[rows.head >= 0], rows.exponent[rows.head >= 0])
         least = np.zeros(count)  # factor of each family that multiplies its weights by no less than LEAST_LEFT
-        np.maximum.at(least, scaler.families, LEAST_LEFT ** (1.0 / scaler.slots.known[EXPONENT].clip(0.5)))
-        self._least = least[scaler.families]
+        np.maximum.at(least, rows.families, LEAST_LEFT ** (1.0 / exponents))
+        self._least = least[rows.families]
         self.room = torch.from_numpy(self._least).to(scaler.device)  # smallest factor that is still allowed
-        self.is_fixed = np.zeros(count, dtype=np.bool_)  # slots that are not clipped, or no longer
+        self.is_fixed = np.zeros(count, dtype=np.bool_)  # heads that are not clipped, or no longer
         self._due = np.zeros(count, dtype=np.bool_)
-        self.stop(scaler.is_fixed)
+        self.stop(rows.is_fixed)
 
     @property
     def is_due(self) -> bool:
         """True if the effect on some heads should be checked."""
         return bool(self._due.any())
 
-    def stop(self, slots: NDArray[np.bool_]) -> None:
+    def stop(self, heads: NDArray[np.bool_]) -> None:
         """Allow no factor but 1 from now on."""
-        self.is_fixed = self.is_fixed | slots
+        self.is_fixed = self.is_fixed | heads
         self._least = np.where(self.is_fixed, 1.0, self._least)
-        self.room = torch.where(torch.from_numpy(slots).to(self.room.device), 1.0, self.room)
+        self.room = torch.where(torch.from_numpy(heads).to(self.room.device), 1.0, self.room)
 
     def limited(self, factors: Tensor) -> Tensor:
         """Limit the factors, so that their product since the last check is not too small."""
@@ -141,7 +142,7 @@ class EffectCheck:
         return factors
 
     def observe(self, scores: Floats, is_over: NDArray[np.bool_], factors: Floats) -> None:
-        """Record the scores of all slots, a mask of those above the threshold, and the factors applied to them."""
+        """Record the scores of all heads, a mask of those above the threshold, and the factors applied to them."""
         is_early, plain = self._factors > JUDGED_AT**0.5, scores / self._factors
         for largest, counts in ((self._before, is_over & is_early), (self._after, is_over & ~is_early)):
             np.copyto(largest, np.maximum(largest, plain), where=counts)
@@ -149,14 +150,14 @@ class EffectCheck:
         self._factors = self._factors * factors
 
     def judge(self, scaler: HeadScaler) -> NDArray[np.bool_]:
-        """Restore the weights of layers whose clips had no effect; return a mask of the slots of these layers."""
+        """Restore the weights of layers whose clips had no effect; return a mask of their heads."""
         sizes, due = scaler.log_sizes(), self._due
         grown = np.exp(sizes - self._sizes) / self._factors  # by training
         was_over = self._before > 0  # otherwise it was only scaled together with its family
         failed = due & was_over & (self._after >= UNEXPLAINED * self._before * np.maximum(grown, 1.0))
-        families, layers = scaler.families, self._layers
+        families, layers = scaler.rows.families, self._layers
         reached = failed
-        while True:  # add all slots that share a layer or a family
+        while True:  # add all heads that share a layer or a family
             more = np.isin(families, families[reached]) | np.isin(layers, layers[reached])
             if (more == reached).all():
                 break
@@ -211,7 +212,7 @@ class WriteCheck:
 
     def was_undone(self, scaler: HeadScaler) -> bool:
         """Return True if the stored elements are what they were before the clip; every rank must call it."""
-        votes = scaler.slots.reduced_(torch.tensor(self._votes(), device=scaler.device), "max").tolist()
+        votes = scaler.replicas.reduced_(torch.tensor(self._votes(), device=scaler.device), "max").tolist()
         self.forget()
         self._tries = self.MOST_TRIES if any(votes) else self._tries + 1
         return votes == [1.0, 0.0]

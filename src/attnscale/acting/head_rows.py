@@ -11,15 +11,15 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
 from attnscale.acting.parameters import Frozen, held_as, why_not_written
-from attnscale.acting.replicas import Axis, Floats, LayerHeads
+from attnscale.acting.replicas import LayerHeads
 from attnscale.plain import printable
 from attnscale.tracing.parameters import Origin, Source, UntraceableError
 
+Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Head = tuple[str, int]  # layer, head
@@ -101,12 +101,12 @@ class HeadRows:
     """The heads of a watched model, and the rows of parameters that change the scores of each.
 
     Row `i` is multiplied by the factor of head `head[i]` to the power of `exponent[i]`; `head[i]` is −1 for a row that
-    is not multiplied. All heads with the same number in `families` have one factor. `axes` name the parameters that are
-    cut over ranks.
+    is not multiplied. All heads with the same number in `families` have one factor. `cuts` has the names of the
+    parameters that are cut over each group of ranks that compute different heads.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Mapping[str, LayerHeads], frozen: Frozen, axes: Sequence[Axis] = ()
+        self, model: nn.Module, layers: Mapping[str, LayerHeads], frozen: Frozen, cuts: Sequence[frozenset[str]] = ()
     ) -> None:
         self._parameters, self._frozen = dict(model.named_parameters(remove_duplicate=False)), frozen
         self._blocks: dict[int, Block] = {}  # by the id of the parameter
@@ -132,7 +132,7 @@ class HeadRows:
         self._ends = np.array([block.last for block in self.blocks], dtype=np.int64)
         self._of_values = np.zeros(self.count, dtype=np.bool_)
         self._of_values[Uses.joined(values).row] = True
-        self._divide(axes)
+        self._divide(cuts)
 
     def why_fixed(self, number: int) -> str:
         """Return why a fixed head cannot be multiplied."""
@@ -196,11 +196,12 @@ class HeadRows:
             raise UntraceableError(f"{source.parameter} is used in two ways")
         return block
 
-    def _divide(self, axes: Sequence[Axis]) -> None:
+    def _divide(self, cuts: Sequence[frozenset[str]]) -> None:
         """Compute the families of heads, and the head and exponent of each row."""
-        families, whole = self._families(), np.zeros(self.count, dtype=np.bool_)
+        whole = np.zeros(self.count, dtype=np.bool_)
         for block in self.blocks:  # not cut, although ranks compute different heads
-            whole[block.first : block.last] = any(axis.cut and block.name not in axis.cut for axis in axes)
+            whole[block.first : block.last] = any(block.name not in cut for cut in cuts)
+        self.families = families = self._families()
         halved, is_mixed = self._halved(families, whole)
         self._is_whole = np.isin(families, families[self._main.head[whole[self._main.row]]])
         is_unknown = np.array([name in self._reasons for name, _ in self.heads], dtype=np.bool_)
@@ -209,7 +210,6 @@ class HeadRows:
         for uses, share in ((self._main, np.where(halved, 0.5, 1.0)), (self._partner, np.where(halved, 0.5, 0.0))):
             takes = share[uses.feature] > 0
             self.head[uses.row[takes]], self.exponent[uses.row[takes]] = uses.head[takes], share[uses.feature[takes]]
-        self.families = families + (dist.get_rank() * 2**32 if axes else 0)  # unique over ranks
 
     def _families(self) -> Indices:
         """Return the family of each head; heads that share a row for their queries have the same number."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attnscale.acting.clip import heads_of
 from attnscale.acting.head_rows import Head, HeadRows, SkippedHead, Touched
 from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
+from attnscale.acting.replicas import Replicas
 from attnscale.acting.scaling import HeadScaler
 from attnscale.declared.declaration import note_folded
 from attnscale.errors import InputError, SettingError
@@ -145,12 +146,12 @@ def _multiply(
     Return the factor and the changed rows of each head, and the heads that could not be multiplied.
     """
     rows = HeadRows(model, heads_of(layers), frozen)
-    scaler = HeadScaler(model, rows)
+    scaler = HeadScaler(model, rows, Replicas())
     logs = np.log([wanted.get(head, 1.0) for head in rows.heads])
-    means = np.bincount(scaler.families, logs) / np.bincount(scaler.families)
-    factors = np.where(scaler.is_fixed, 1.0, np.exp(means[scaler.families]))
+    means = np.bincount(rows.families, logs) / np.bincount(rows.families)
+    factors = np.where(rows.is_fixed, 1.0, np.exp(means[rows.families]))
     scaler.multiply_(torch.from_numpy(factors).to(scaler.device))
-    skipped = [number for number, head in enumerate(rows.heads) if head in wanted and scaler.is_fixed[number]]
+    skipped = [number for number, head in enumerate(rows.heads) if head in wanted and rows.is_fixed[number]]
     left = [SkippedHead(*rows.heads[number], rows.why_fixed(number)) for number in skipped]
     touched = rows.touched(factors).items()
     return {rows.heads[number]: (float(factors[number]), changes) for number, changes in touched}, left

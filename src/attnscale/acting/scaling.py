@@ -4,7 +4,7 @@ The head and exponent of each row are computed once. Multiplying all heads of a 
 number per head, and one product per parameter, on its device. A factor of one changes no bit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnscale.acting.head_rows import HeadRows
+from attnscale.acting.head_rows import Floats, HeadRows
 from attnscale.acting.parameters import held_rows
-from attnscale.acting.replicas import Axis, Floats, Slots, device_of
+from attnscale.acting.replicas import Replicas
 from attnscale.torch_internals import local_part, multiply_each_
 
-FAMILY, FIXED, EXPONENT = range(3)  # rows of the numbers that ranks exchange, before those of the caller
 MOST_UNTOUCHED = 8  # number of parameters that untouched() returns
 MOST_SAMPLED = 32  # rows of a parameter that changed() returns, and elements of a row that elements() returns
 
@@ -59,7 +58,8 @@ class ScaledParameter:
 
     def lengths(self) -> Tensor:
         """Return the norm of each row, float64."""
-        return torch.linalg.vector_norm(self._by_row().double() + self.offset, dim=1)
+        lengths: Tensor = torch.linalg.vector_norm(self._by_row().double() + self.offset, dim=1)
+        return lengths
 
     def elements(self, rows: Tensor) -> Tensor:
         """Return the first elements of these rows, float64."""
@@ -77,27 +77,17 @@ def _kind(held: Tensor) -> tuple[object, ...]:
 
 
 class HeadScaler:
-    """Multiplies the parameters that produce queries and keys; every rank of the axes must create one."""
+    """Multiplies the parameters that produce queries and keys; every rank must create one."""
 
-    def __init__(
-        self, model: nn.Module, rows: HeadRows, axes: Sequence[Axis] = (), known: Sequence[Sequence[float]] = ()
-    ) -> None:
-        """Exchange the slots of heads, and the numbers `known` of each head, with all ranks."""
-        self._model, self.device = model, device_of(model)
-        exponents = np.zeros(len(rows.heads) + 1)
-        np.maximum.at(exponents, rows.head, rows.exponent)  # rows without a head use the last entry
-        own = [rows.families, rows.is_fixed, exponents[:-1], *known]
-        self.slots = Slots.of(axes, np.array(own, dtype=np.float64).reshape(len(own), len(rows.heads)))
-        _, families = np.unique(self.slots.known[FAMILY], return_inverse=True)
-        self.families = families.ravel()  # of each slot
-        self.is_fixed = self.slots.known[FIXED] > 0
+    def __init__(self, model: nn.Module, rows: HeadRows, replicas: Replicas) -> None:
+        self._model, self.rows, self.replicas, self.device = model, rows, replicas, device_of(model)
         self._scaled = self._place(rows)
         self._plain = [each for each in self._scaled if not each.offset]
         self._plain_factors = [each.factors for each in self._plain]
 
     def _place(self, rows: HeadRows) -> list[ScaledParameter]:
-        """Find the slot and the exponent of each local row; rows without a head have the exponent 0."""
-        found, slots, exponents = [], [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+        """Find the head and the exponent of each local row; rows without a head have the exponent 0."""
+        found, heads, exponents = [], [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
         for block in rows.blocks:
             held = held_rows(block.parameter, block.shape, block.across)
             head, exponent = rows.head[block.first : block.last], rows.exponent[block.first : block.last]
@@ -105,15 +95,15 @@ class HeadScaler:
                 continue
             local, numbers = held
             is_here, at = numbers.ravel() >= 0, numbers.ravel().clip(0)
-            slots.append(np.where(is_here, head[at].clip(0) + self.slots.own.start, 0))
+            heads.append(np.where(is_here, head[at].clip(0), 0))
             exponents.append(np.where(is_here, exponent[at], 0.0))
             found.append((block, local, numbers.shape))
-        self._slot_of_row = torch.from_numpy(np.concatenate(slots)).to(self.device)
+        self._head_of_row = torch.from_numpy(np.concatenate(heads)).to(self.device)
         self._exponent_of_row = torch.from_numpy(np.concatenate(exponents)).to(self.device)
         # At least float32, so that a product is rounded once.
         dtype = reduce(torch.promote_types, [local.dtype for _, local, _ in found], torch.float32)
         self._factor_of_row = torch.ones_like(self._exponent_of_row, dtype=dtype)
-        parts = self._factor_of_row.split([len(each) for each in slots[1:]])
+        parts = self._factor_of_row.split([len(each) for each in heads[1:]])
         scaled = []
         for (block, local, shape), factors in zip(found, parts if found else (), strict=True):
             path, _, name = block.name.rpartition(".")
@@ -128,8 +118,8 @@ class HeadScaler:
 
     @torch.no_grad()
     def multiply_(self, factors: Tensor) -> None:
-        """Multiply the local part of every parameter that produces the heads; `factors` has one for each slot."""
-        torch.pow(factors[self._slot_of_row], self._exponent_of_row, out=self._factor_of_row)
+        """Multiply the local part of every parameter that produces the heads; `factors` has one for each head."""
+        torch.pow(factors[self._head_of_row], self._exponent_of_row, out=self._factor_of_row)
         multiply_each_([scaled.held for scaled in self._plain], self._plain_factors)
         for scaled in self._scaled:
             if scaled.offset:
@@ -137,8 +127,8 @@ class HeadScaler:
 
     @torch.no_grad()
     def log_sizes(self) -> Floats:
-        """Return the logarithm of the size of each slot's scores, estimated from the norms of its rows."""
-        found = self._exponent_of_row.new_zeros(2, self.slots.count)
+        """Return the logarithm of the size of each head's scores, estimated from the norms of its rows."""
+        found = self._exponent_of_row.new_zeros(2, len(self.rows.heads))
         if self._scaled:
             lengths = torch.cat([scaled.lengths() for scaled in self._scaled])
             sizes = [(scaled.factors.numel(), scaled.held.numel()) for scaled in self._scaled]
@@ -146,14 +136,14 @@ class HeadScaler:
             counts = (lengths > 0) & (self._exponent_of_row > 0)
             weights = torch.where(counts, weights, 0.0)
             logs = torch.where(counts, lengths.log() / self._exponent_of_row, 0.0) * weights
-            found.index_add_(1, self._slot_of_row, torch.stack([logs, weights]))
-        total, weight = self.slots.reduced_(found, "sum")
-        sizes_of_slots: Floats = (total / weight.clamp(min=1.0)).cpu().numpy()
-        return sizes_of_slots
+            found.index_add_(1, self._head_of_row, torch.stack([logs, weights]))
+        total, weight = self.replicas.reduced_(found, "sum")
+        sizes_of_heads: Floats = (total / weight.clamp(min=1.0)).cpu().numpy()
+        return sizes_of_heads
 
     def changed(self, factors: Tensor) -> Iterator[tuple[ScaledParameter, Tensor, Tensor]]:
         """Yield the parameters that these factors change, with the first changed rows and the factor of each."""
-        by_row = factors[self._slot_of_row] ** self._exponent_of_row
+        by_row = factors[self._head_of_row] ** self._exponent_of_row
         sizes = [scaled.factors.numel() for scaled in self._scaled]
         for scaled, own in zip(self._scaled, by_row.split(sizes) if sizes else (), strict=True):
             rows = (own != 1.0).nonzero()[:MOST_SAMPLED, 0]
@@ -166,3 +156,9 @@ class HeadScaler:
         others = (each for each in self._model.parameters() if each.requires_grad and id(each) not in own)
         found = (each if (local := local_part(each)) is None else local for each in others)
         return [each.detach() for each in islice(found, MOST_UNTOUCHED)]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the parameters."""
+    first: Tensor | None = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device

@@ -1,7 +1,7 @@
 """QK-Clip by probes: maxima in buffers, factors on the device, and reports after the numbers reach the host."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from attnscale.acting.clip import Clipper, ClipReport, heads_of
 from attnscale.acting.clip_state import WriteCheck
 from attnscale.acting.parameters import Frozen
-from attnscale.acting.replicas import Axis
+from attnscale.acting.replicas import Replicas
 from attnscale.plain import printable
 from attnscale.probes.maxima import MaxBuffers
 from attnscale.probes.placement import Placement, Structure
@@ -56,15 +56,15 @@ class ProbedClip:
         placement: Placement,
         layers: Mapping[str, Layer],
         threshold: float,
-        axes: Sequence[Axis],
+        replicas: Replicas,
         frozen: Frozen,
         check: WriteCheck,
     ) -> None:
-        self._model, self._threshold, self.axes, self._check = placement.model, threshold, axes, check
+        self._model, self._threshold, self.replicas, self._check = placement.model, threshold, replicas, check
         self._structure = Structure(placement.model)
         self.has_unplanned = False  # True if a module attends more often per run than in the trace
         self._was_written, self._empty = False, 0
-        self._clipper = Clipper(placement.model, heads_of(layers), threshold, axes, frozen, check)
+        self._clipper = Clipper(placement.model, heads_of(layers), threshold, replicas, frozen, check)
         self._buffers = MaxBuffers(placement, layers, threshold, self._clipper.device)
         self._pending = deque[_StepNumbers]()
         self._installed = ExitStack()
@@ -84,9 +84,7 @@ class ProbedClip:
         if self._was_written:
             return False
         ran = self._buffers.calls()
-        answers = [(any(ran), all(ran))]
-        for axis in self.axes:
-            answers = [each for of_rank in axis.gathered(answers) for each in of_rank]
+        answers = self.replicas.gathered((any(ran), all(ran)))
         self._was_written = any(some for some, _ in answers)
         self._empty += not self._was_written
         return any(some and not every for some, every in answers) or self._empty == MOST_EMPTY
@@ -95,7 +93,7 @@ class ProbedClip:
         """Clip the heads that exceeded the threshold in this step; return the reports that have arrived."""
         own, unplanned = self._buffers.read()
         self._buffers.clear_()
-        maxima = self._clipper.slots.largest(own)
+        maxima = self.replicas.reduced_(own, "max")
         is_on_host = not maxima.is_cuda
         if is_on_host and not self._check.has_sample and bool((maxima <= self._threshold).all()):
             self.has_unplanned |= bool(unplanned.any())

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from attnscale.acting.clip import ClipReport, check_threshold, clip_layers, heads_of
 from attnscale.acting.clip_state import WriteCheck, clip_state
 from attnscale.acting.parameters import Frozen, check_frozen, inner_optimizer, refuse_copies, refuse_foreign_parameters
-from attnscale.acting.replicas import Axis, axes_of, head_axes
+from attnscale.acting.replicas import Replicas, replicas_of
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.plain import printable
 from attnscale.probes.placement import LateModules, Placement
@@ -191,7 +191,7 @@ class QKClip:
         ran = self._late.ran()
         if not ran and not probed.has_unplanned:
             return
-        if probed.axes:  # other ranks would not join the trace
+        if probed.replicas.has_other_ranks:  # other ranks would not join the trace
             which = ", ".join(map(printable, sorted(ran))) or "a module attends more often than in the trace"
             self._warn_once(
                 "QK-Clip leaves some attentions of this model as they are: they did not run when it was traced, and "
@@ -215,28 +215,23 @@ class QKClip:
         except InputError:  # no forward ran, as on a rank without data
             layers = {}
         refuse_foreign_parameters(self.model)  # it may have been wrapped since
-        axes = head_axes(axes_of(self.model, self._group), heads_of(layers))
-        report = clip_layers(self.model, layers, self.threshold, axes, self._frozen, check=self._check)
-        if not self._may_probe or not self._install(seen, layers, axes):
+        replicas = replicas_of(self.model, self._group, heads_of(layers))
+        report = clip_layers(self.model, layers, self.threshold, replicas, self._frozen, check=self._check)
+        if not self._may_probe or not self._install(seen, layers, replicas):
             self._begin_trace()
         if not report.heads and not report.left:
             return None
         self._last = report
         return report
 
-    def _install(self, seen: Seen, layers: dict[str, Layer], axes: list[Axis]) -> bool:
+    def _install(self, seen: Seen, layers: dict[str, Layer], replicas: Replicas) -> bool:
         """Install probes if all ranks can; return False if the next step must be traced too."""
         placement = Placement(self.model, seen.plan) if seen.plan is not None and layers else None
-        why, ran, differs = seen.obstacle, bool(layers), False
-        if placement is not None:
-            why = why_not_probed(placement, layers)
+        why = seen.obstacle if placement is None else why_not_probed(placement, layers)
         heads = {name: layer.heads for name, layer in layers.items()}
-        for axis in axes:
-            answers = axis.gathered((why, heads, ran))
-            why = next((theirs for theirs, _, _ in answers if theirs), "")
-            ran = all(each for *_, each in answers)
-            differs |= not axis.cut and any(theirs != heads for _, theirs, _ in answers)
-        if not ran or (differs and not why):
+        answers = replicas.gathered((why, heads))
+        why = next((theirs for theirs, _ in answers if theirs), "")
+        if not all(theirs for _, theirs in answers) or (not why and any(theirs != heads for _, theirs in answers)):
             return False  # some rank ran no attention, or not all of them; try again at the next step
         if why or placement is None:
             self._stay_traced(why)
@@ -244,7 +239,7 @@ class QKClip:
         self._late.close()
         self._late = LateModules(placement)
         self._planned_at = self.steps
-        self._probed = ProbedClip(placement, layers, self.threshold, axes, self._frozen, self._check)
+        self._probed = ProbedClip(placement, layers, self.threshold, replicas, self._frozen, self._check)
         return True
 
     def _stay_traced(self, why: str) -> None:
