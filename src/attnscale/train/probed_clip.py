@@ -14,7 +14,7 @@ from attnscale.acting.parameters import Frozen
 from attnscale.acting.replicas import Replicas
 from attnscale.plain import printable
 from attnscale.probes.maxima import MaxBuffers
-from attnscale.probes.placement import Placement, Structure
+from attnscale.probes.placement import LateModules, Placement, Structure
 from attnscale.watching.layer import Layer
 
 MOST_EMPTY = 4  # initial steps without any attention before the probes are removed
@@ -62,12 +62,14 @@ class ProbedClip:
     ) -> None:
         self._model, self._threshold, self.replicas, self._check = placement.model, threshold, replicas, check
         self._structure = Structure(placement.model)
-        self.has_unplanned = False  # True if a module attends more often per run than in the trace
+        self._attends_more_often = False  # than in the trace
         self._was_written, self._empty = False, 0
         self._clipper = Clipper(placement.model, heads_of(layers), threshold, replicas, frozen, check)
         self._buffers = MaxBuffers(placement, layers, threshold, self._clipper.device)
         self._pending = deque[_StepNumbers]()
+        self._late = LateModules(placement)
         self._installed = ExitStack()
+        self._installed.callback(self._late.close)
         self._installed.enter_context(self._buffers.installed())
 
     def close(self) -> None:
@@ -96,7 +98,7 @@ class ProbedClip:
         maxima = self.replicas.reduced_(own, "max")
         is_on_host = not maxima.is_cuda
         if is_on_host and not self._check.has_sample and bool((maxima <= self._threshold).all()):
-            self.has_unplanned |= bool(unplanned.any())
+            self._attends_more_often |= bool(unplanned.any())
             return []
         factors = self._clipper.clip_(maxima[None])
         self._pending.append(_StepNumbers(maxima, factors, unplanned))
@@ -110,6 +112,11 @@ class ProbedClip:
         self._clipper.restore_if_due()
         return reports
 
+    def unplanned(self) -> list[str]:
+        """Return modules that attended for the first time since the last call, or more often than in the trace."""
+        more_often = ["a module attends more often than in the trace"] if self._attends_more_often else []
+        return sorted(self._late.ran()) + more_often
+
     def reports(self, waits: bool) -> list[ClipReport]:
         """Return the new reports of the steps with numbers on the host; `waits` for all others too."""
         arrived = [each for each in self._pending if not each.is_reported and (waits or each.has_arrived)]
@@ -120,7 +127,7 @@ class ProbedClip:
             return []
         numbers.is_reported = True
         maxima, factors, unplanned = numbers.on_host
-        self.has_unplanned |= bool(unplanned.any())
+        self._attends_more_often |= bool(unplanned.any())
         if bool((maxima <= self._threshold).all()):
             return []
         report = self._clipper.report(maxima, factors.numpy())
