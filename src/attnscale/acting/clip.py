@@ -17,14 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attnscale.acting.clip_state import WriteCheck, clip_state
-from attnscale.acting.head_rows import Floats, HeadRows, Mask, SkippedHead, Touched
+from attnscale.acting.head_rows import Floats, Mask, SkippedHead, Touched, report_text
 from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
-from attnscale.acting.replicas import LayerHeads, Replicas, replicas_of
+from attnscale.acting.replicas import LayerHeads, Replicas, heads_of, replicas_of
 from attnscale.acting.scaling import HeadScaler
 from attnscale.errors import NotFollowedWarning, SettingError
 from attnscale.plain import printable
 from attnscale.results import Result
-from attnscale.tracing.parameters import Origins
 from attnscale.watching.layer import Layer
 
 LOGGER = logging.getLogger(__name__)
@@ -77,13 +76,7 @@ class ClipReport(Result):
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(self.heads)} head{'s' * (len(self.heads) != 1)} clipped to {self.threshold:g}"
-            + (":" if self.heads else "")
-        ]
-        for head in self.heads:
-            lines += [f"  {head}", *(f"    {touched}" for touched in head.touched)]
-        return "\n".join([*lines, *(f"  {left}" for left in self.left)])
+        return report_text(f"clipped to {self.threshold:g}", self.heads, self.left)
 
 
 class Watched(Protocol):
@@ -142,7 +135,7 @@ def clip_qk_(
     check_threshold(threshold)
     check_frozen(frozen)
     refuse_foreign_parameters(model)
-    replicas = replicas_of(model, group, heads_of(seen.layers))
+    replicas = replicas_of(model, group, seen.layers)
     return clip_layers(model, seen.layers, threshold, replicas, frozen)
 
 
@@ -168,11 +161,9 @@ def clip_layers(
             check.forget()
         return ClipReport(threshold, (), tuple(stale))
     clipper = Clipper(model, replicas.agreed_layers(heads_of(layers)), threshold, replicas, frozen, check)
-    every = torch.full((4, len(clipper.rows.heads)), -torch.inf, dtype=torch.float64)
-    for name, numbers in own.items():
-        first = clipper.rows.number_of[name, 0]
-        every[:, first : first + numbers.shape[1]] = numbers
-    agreed = replicas.reduced_(every.to(clipper.device), "max")
+    unknown = torch.full((4, 1), -torch.inf, dtype=torch.float64)
+    each = [own[name][:, head, None] if name in own else unknown for name, head in clipper.rows.heads]
+    agreed = replicas.reduced_(torch.cat([unknown[:, :0], *each], 1).to(clipper.device), "max")
     factors = clipper.clip_(agreed).cpu().numpy()
     clipper.observe(agreed.cpu(), factors)
     sampled = {name for name, layer in layers.items() if not layer.stats.exact}
@@ -181,21 +172,6 @@ def clip_layers(
     for name, layer in layers.items():
         state.note_used(layer, [head.head for head in report.heads if head.layer == name])
     return ClipReport(threshold, report.heads, (*stale, *report.left))
-
-
-def heads_of(layers: Mapping[str, Layer]) -> dict[str, LayerHeads]:
-    """Return the heads of each layer, with the origins of their queries, keys and values."""
-    return {
-        name: LayerHeads(
-            layer.heads,
-            layer.softcap,
-            tuple(
-                Origins(*(side and side.resolved() for side in (call.query, call.key, call.value)))
-                for call in layer.origins
-            ),
-        )
-        for name, layer in layers.items()
-    }
 
 
 def check_threshold(threshold: float) -> None:
@@ -228,16 +204,15 @@ class Clipper:
         check: WriteCheck | None = None,
     ) -> None:
         self.threshold, self._state, self._check = threshold, clip_state(model), check
-        self.rows = HeadRows(model, layers, frozen, replicas.cuts)
-        self.scaler = HeadScaler(model, self.rows, replicas)
-        self._is_first, self.device = replicas.is_first, self.scaler.device
+        self.scaler = HeadScaler(model, layers, frozen, replicas)
+        self.rows, self.device, self._is_first = self.scaler.rows, self.scaler.device, replicas.is_first
         self._effect = self._state.effect_of(self.scaler)
-        caps = np.array([layers[name].softcap or math.inf for name, _ in self.rows.heads])
-        self._aims = torch.from_numpy(threshold * (1 - self.rows.rounding)).to(self.device)
-        self._caps = torch.from_numpy(caps).to(self.device)
-        self._is_capped = bool(self._caps.isfinite().any())
+        caps = [layers[name].softcap or math.inf for name, _ in self.rows.heads]
+        aims_and_caps = torch.from_numpy(np.array([threshold * (1 - self.rows.rounding), caps]))
+        self._is_capped = min(caps, default=math.inf) < math.inf
+        self._aims_and_caps = {each.type: aims_and_caps.to(each) for each in (torch.device("cpu"), self.device)}
         self._families = torch.from_numpy(self.rows.families).to(self.device)
-        self._ones = torch.ones_like(self._aims)
+        self._ones = torch.ones(len(caps), dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
     def clip_(self, numbers: Tensor) -> Tensor:
@@ -263,13 +238,12 @@ class Clipper:
         If a bias of up to b is added to the scores, only the product can be scaled: γ = (τ − b) / (M − b). With a
         soft-cap c, the factor applies before the cap: γ = artanh(τ/c) / artanh(M/c).
         """
-        largest, aims = numbers[MAXIMUM], self._aims.to(numbers.device)
+        largest, (aims, caps) = numbers[MAXIMUM], self._aims_and_caps[numbers.device.type]
         if len(numbers) > 1:
             added = numbers[ADDED].clamp(min=0.0)
             is_impossible = (added >= aims) | (numbers[SINK] > aims)
             largest, aims = torch.where(is_impossible, torch.inf, largest - added), aims - added
         if self._is_capped:
-            caps = self._caps.to(numbers.device)
             largest, aims = (
                 torch.where(caps == torch.inf, scores, caps * torch.atanh((scores / caps).clamp(max=1.0)))
                 for scores in (largest, aims)
@@ -324,7 +298,7 @@ class Clipper:
     def _why_left(
         self, number: int, largest: float, bound: float = 0.0, added: float = 0.0, sink: float = -math.inf
     ) -> str:
-        aim, cap, added = float(self._aims[number]), float(self._caps[number]), max(added, 0.0)
+        (aim, cap), added = self._aims_and_caps["cpu"][:, number].tolist(), max(added, 0.0)
         if sink > aim:
             return f"its sink has a score of {sink:.4g}"
         if not math.isfinite(largest):

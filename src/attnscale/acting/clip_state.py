@@ -163,7 +163,7 @@ class EffectCheck:
                 break
             reached = more
         if reached.any():
-            scaler.multiply_(torch.from_numpy(np.where(reached, 1.0 / self._factors, 1.0)).to(scaler.device))
+            scaler.multiply_(torch.from_numpy(np.where(reached, 1.0 / self._factors, 1.0)))
         judged = reached | np.isin(families, families[due])
         self._due = np.zeros_like(due)
         self._sizes[judged] = sizes[judged]

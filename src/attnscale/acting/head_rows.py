@@ -8,6 +8,7 @@ factor. Heads that share rows for their queries, such as the gain of a QK-norm, 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,6 +69,14 @@ class SkippedHead:
         return printable(f"{self.layer}, head {self.head}: not changed: {self.reason}")
 
 
+def report_text(what: str, heads: Sequence[Any], left: Sequence[SkippedHead]) -> str:
+    """Return the lines of a report: changed heads with their parameters, then skipped heads."""
+    lines = [f"{len(heads)} head{'s' * (len(heads) != 1)} {what}" + (":" if heads else "")]
+    for head in heads:
+        lines += [f"  {head}", *(f"    {touched}" for touched in head.touched)]
+    return "\n".join([*lines, *(f"  {each}" for each in left)])
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """A parameter with the shape that this rank computes with; its rows have the numbers from `first` to `last` - 1."""
@@ -81,20 +90,16 @@ class Block:
     last: int
 
 
-@dataclass(frozen=True)
-class Uses:
+class Uses(NamedTuple):
     """Uses of rows: row `row[i]` contributes to feature `feature[i]` of head `head[i]`."""
 
     row: Indices
     head: Indices
     feature: Indices
 
-    @staticmethod
-    def joined(parts: "Sequence[Uses]") -> "Uses":
-        """Concatenate the uses of several parts."""
-        none = np.zeros(0, dtype=np.int64)
-        names = ("row", "head", "feature")
-        return Uses(*(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in names))
+
+def _joined(parts: Sequence[Uses]) -> Uses:
+    return Uses(*np.concatenate([np.zeros((3, 0), dtype=np.int64), *parts], axis=1))
 
 
 class HeadRows:
@@ -127,11 +132,11 @@ class HeadRows:
             main.append(first)
             partner.append(second)
             values.append(value)
-        self._main, self._partner, self._every = (Uses.joined(each) for each in (main, partner, main + partner))
+        self._main, self._partner, self._every = (_joined(each) for each in (main, partner, main + partner))
         self.blocks = list(self._blocks.values())
         self._ends = np.array([block.last for block in self.blocks], dtype=np.int64)
         self._of_values = np.zeros(self.count, dtype=np.bool_)
-        self._of_values[Uses.joined(values).row] = True
+        self._of_values[_joined(values).row] = True
         self._divide(cuts)
 
     def why_fixed(self, number: int) -> str:
@@ -144,7 +149,7 @@ class HeadRows:
         If only the keys can be traced, their uses are returned first, in place of the queries.
         """
         query, key, value = (self._side(name, layer, side) for side in ("query", "key", "value"))
-        none = Uses.joined([])
+        none = _joined([])
         if isinstance(query, UntraceableError):
             if isinstance(key, UntraceableError):
                 raise query
@@ -156,7 +161,7 @@ class HeadRows:
     def _side(self, name: str, layer: LayerHeads, side: str) -> Uses | UntraceableError:
         """Return the rows that produce the queries, keys or values of every call, or the error if they are unknown."""
         try:
-            return Uses.joined([self._uses(name, layer, getattr(call, side), side) for call in layer.origins])
+            return _joined([self._uses(name, layer, getattr(call, side), side) for call in layer.origins])
         except UntraceableError as error:
             return error
 
@@ -177,7 +182,7 @@ class HeadRows:
                 self.rounding[number] = np.maximum(ROUNDING, torch.finfo(block.parameter.dtype).eps)
             feature = np.repeat(source.features, shared)
             found.append(Uses(block.first + np.repeat(source.rows, shared), number, number * self._widest + feature))
-        return Uses.joined(found)
+        return _joined(found)
 
     def _block(self, source: Source, side: str) -> Block:
         parameter = self._parameters.get(source.parameter)

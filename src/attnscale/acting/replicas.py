@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from attnscale.acting.parameters import is_sharded
 from attnscale.torch_internals import fsdp_groups
 from attnscale.tracing.parameters import Origins, UntraceableError
+from attnscale.watching.layer import Layer
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,16 @@ class LayerHeads:
     heads: int
     softcap: float | None
     origins: tuple[Origins, ...]
+
+
+def heads_of(layers: Mapping[str, Layer]) -> dict[str, LayerHeads]:
+    """Return the heads of each layer."""
+    found = {}
+    for name, layer in layers.items():
+        calls = [(call.query, call.key, call.value) for call in layer.origins]
+        origins = tuple(Origins(*(side and side.resolved() for side in sides)) for sides in calls)
+        found[name] = LayerHeads(layer.heads, layer.softcap, origins)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +112,7 @@ def replicas_of(model: nn.Module, group: "dist.ProcessGroup | None", layers: Map
     return Replicas(tuple(each for each, cut in several.values() if not cut & names), cuts)
 
 
-def _parameters_of(layers: Mapping[str, LayerHeads]) -> set[str]:
+def _parameters_of(layers: Mapping[str, Layer]) -> set[str]:
     """Return the names of the parameters that produce heads."""
     names: set[str] = set()
     calls = [call for layer in layers.values() for call in layer.origins]

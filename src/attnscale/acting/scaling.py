@@ -4,7 +4,7 @@ The head and exponent of each row are computed once. Multiplying all heads of a 
 number per head, and one product per parameter, on its device. A factor of one changes no bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.acting.head_rows import Floats, HeadRows
-from attnscale.acting.parameters import held_rows
-from attnscale.acting.replicas import Replicas
+from attnscale.acting.parameters import Frozen, held_rows
+from attnscale.acting.replicas import LayerHeads, Replicas
 from attnscale.torch_internals import local_part, multiply_each_
 
 MOST_UNTOUCHED = 8  # number of parameters that untouched() returns
@@ -79,9 +79,10 @@ def _kind(held: Tensor) -> tuple[object, ...]:
 class HeadScaler:
     """Multiplies the parameters that produce queries and keys; every rank must create one."""
 
-    def __init__(self, model: nn.Module, rows: HeadRows, replicas: Replicas) -> None:
-        self._model, self.rows, self.replicas, self.device = model, rows, replicas, device_of(model)
-        self._scaled = self._place(rows)
+    def __init__(self, model: nn.Module, layers: Mapping[str, LayerHeads], frozen: Frozen, replicas: Replicas) -> None:
+        self._model, self.replicas, self.device = model, replicas, device_of(model)
+        self.rows = HeadRows(model, layers, frozen, replicas.cuts)
+        self._scaled = self._place(self.rows)
         self._plain = [each for each in self._scaled if not each.offset]
         self._plain_factors = [each.factors for each in self._plain]
 
@@ -119,7 +120,8 @@ class HeadScaler:
     @torch.no_grad()
     def multiply_(self, factors: Tensor) -> None:
         """Multiply the local part of every parameter that produces the heads; `factors` has one for each head."""
-        torch.pow(factors[self._head_of_row], self._exponent_of_row, out=self._factor_of_row)
+        by_head = factors.to(self.device)
+        torch.pow(by_head[self._head_of_row], self._exponent_of_row, out=self._factor_of_row)
         multiply_each_([scaled.held for scaled in self._plain], self._plain_factors)
         for scaled in self._scaled:
             if scaled.offset:

@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attnscale.acting.clip import Clipper, ClipReport, heads_of
+from attnscale.acting.clip import Clipper, ClipReport
 from attnscale.acting.clip_state import WriteCheck
 from attnscale.acting.parameters import Frozen
-from attnscale.acting.replicas import Replicas
+from attnscale.acting.replicas import Replicas, heads_of
 from attnscale.plain import printable
 from attnscale.probes.maxima import MaxBuffers
 from attnscale.probes.placement import LateModules, Placement, Structure

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from attnscale.acting.clip import ClipReport, check_threshold, clip_layers, heads_of
+from attnscale.acting.clip import ClipReport, check_threshold, clip_layers
 from attnscale.acting.clip_state import WriteCheck, clip_state
 from attnscale.acting.parameters import Frozen, check_frozen, inner_optimizer, refuse_copies, refuse_foreign_parameters
 from attnscale.acting.replicas import Replicas, replicas_of
@@ -207,7 +207,7 @@ class QKClip:
         except InputError:  # no forward ran, as on a rank without data
             layers = {}
         refuse_foreign_parameters(self.model)  # it may have been wrapped since
-        replicas = replicas_of(self.model, self._group, heads_of(layers))
+        replicas = replicas_of(self.model, self._group, layers)
         report = clip_layers(self.model, layers, self.threshold, replicas, self._frozen, check=self._check)
         self._probed = self._with_probes(seen, layers, replicas) if self._may_probe else None
         if self._probed is None:
