@@ -92,7 +92,7 @@ def _gathered(groups: "tuple[dist.ProcessGroup, ...]", own: Any) -> list[Any]:
     return found
 
 
-def replicas_of(model: nn.Module, group: "dist.ProcessGroup | None", layers: Mapping[str, LayerHeads]) -> Replicas:
+def replicas_of(model: nn.Module, group: "dist.ProcessGroup | None", layers: Mapping[str, Layer]) -> Replicas:
     """Return the ranks of a model, including those of `group`; every rank must call it."""
     if not (dist.is_available() and dist.is_initialized()):
         return Replicas()
