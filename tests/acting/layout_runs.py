@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import attnscale
@@ -22,7 +22,6 @@ from attnscale import QKClip
 from .models import Attention, Normed, before_and, watched
 
 D_MODEL, LENGTH, THRESHOLD, STEPS, GROWTH = 44, 13, 30.0, 4, 1.15
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "all_to_all_single", "barrier")
 
 
 @dataclass(frozen=True)
@@ -217,9 +216,9 @@ def trained(rank, case):
         if (rank, step) not in case.idle:
             called(data(which)).square().mean().backward()
         grow_(given)
-        with counted() as count:
+        with CommDebugMode() as collectives:
             report = clip.step()
-        counts.append(count)
+        counts.append({str(name): count for name, count in collectives.get_comm_counts().items()})
         heads.append(heads_in(report))
         left += reasons_in(report)
     is_inside = clip.is_inside
@@ -245,27 +244,6 @@ def grow_(model):
         for parameter in model.parameters():
             parameter.grad = None
             parameter.mul_(GROWTH)
-
-
-@contextmanager
-def counted():
-    """How often each collective is called."""
-    plain, count = {name: getattr(dist, name) for name in COLLECTIVES}, {}
-
-    def counting(name):
-        def call(*args, **kwargs):
-            count[name] = count.get(name, 0) + 1
-            return plain[name](*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(dist, name, counting(name))
-    try:
-        yield count
-    finally:
-        for name in COLLECTIVES:
-            setattr(dist, name, plain[name])
 
 
 def flattened(rank, folder):

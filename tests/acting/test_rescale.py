@@ -14,12 +14,12 @@ from .models import (
     D_MODEL,
     HEAD_DIM,
     HEADS,
-    Attention,
     Normed,
     assert_changed_as_told,
     batch,
     before_and,
     made,
+    maxima,
     touched,
     watched,
 )
@@ -34,26 +34,6 @@ RULES = {
 }
 
 
-class Scaling(Attention):
-    """A module that keeps its scale as a number, and reads it in one of four ways."""
-
-    def __init__(self, d_model, heads, reading):
-        super().__init__(d_model, heads)
-        self.reading = reading
-        self.scale = {"times": 0.2, "over": 5.0, "root": 0.2**0.5, "over_root": 5.0**0.5}[reading]
-
-    def forward(self, x):
-        query, key = self.make(x)
-        scores = query @ key.mT
-        factor = {
-            "times": lambda: self.scale,
-            "over": lambda: 1 / self.scale,
-            "root": lambda: self.scale**2,
-            "over_root": lambda: self.scale**-2,
-        }[self.reading]()
-        return (scores * factor).softmax(-1) @ self.value(x)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_folded_scores_are_those_of_the_rule(rule):
     model, inputs = made(), batch()
@@ -66,15 +46,18 @@ def test_folded_scores_are_those_of_the_rule(rule):
     assert_changed_as_told(before, model, touched(report))
 
 
-@pytest.mark.parametrize("reading", ["times", "over", "root", "over_root"])
-def test_the_number_that_a_module_scales_by_stays_and_the_weights_take_the_ratio(reading):
-    model, inputs = made(Scaling, reading=reading), batch()
-    was = watched(model, inputs).layers["Scaling"]
-    before, scale = before_and(model), model.scale
-    report = attnscale.rescale_(model, "inverse_sqrt", inputs)
-    assert model.scale == scale
-    now = watched(model, inputs).layers["Scaling"].stats.max
-    torch.testing.assert_close(now, was.stats.max * HEAD_DIM**-0.5 / was.scale_applied, rtol=1e-4, atol=1e-6)
+MULTIPLIERS = ["fused.OwnScale", *(f"products.{name}" for name in ("ScaleIsADivisor", "ScaleIsABuffer", "FourthRoots"))]
+
+
+@pytest.mark.parametrize("name", MULTIPLIERS)
+def test_the_number_that_a_module_scales_by_stays_and_the_weights_take_the_ratio(name):
+    model, inputs = CORRECT[name].build()
+    (layer,) = watched(model, inputs).layers.values()
+    before, buffers = before_and(model), copy.deepcopy(dict(model.named_buffers()))
+    report = attnscale.rescale_(model, 0.7, inputs)
+    assert all(torch.equal(each, buffers[name]) for name, each in model.named_buffers())
+    assert [head.after for head in report.heads] == pytest.approx([0.7] * layer.heads)
+    torch.testing.assert_close(maxima(model, inputs), layer.stats.max * 0.7 / layer.scale_applied, rtol=1e-4, atol=1e-6)
     assert_changed_as_told(before, model, touched(report))
 
 
