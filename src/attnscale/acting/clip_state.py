@@ -6,11 +6,10 @@ from weakref import WeakKeyDictionary, WeakMethod
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attnscale.acting.head_rows import Floats, Head
+from attnscale.acting.head_rows import Floats, Head, Mask
 from attnscale.acting.scaling import HeadScaler, ScaledParameter, device_of
 from attnscale.measure.stats import ScoreStats
 from attnscale.module_paths import without_wrappers
@@ -129,7 +128,7 @@ class EffectCheck:
         """True if the effect on some heads should be checked."""
         return bool(self._due.any())
 
-    def stop(self, heads: NDArray[np.bool_]) -> None:
+    def stop(self, heads: Mask) -> None:
         """Allow no factor but 1 from now on."""
         self.is_fixed = self.is_fixed | heads
         self._least = np.where(self.is_fixed, 1.0, self._least)
@@ -141,7 +140,7 @@ class EffectCheck:
         self.room = self.room / factors
         return factors
 
-    def observe(self, scores: Floats, is_over: NDArray[np.bool_], factors: Floats) -> None:
+    def observe(self, scores: Floats, is_over: Mask, factors: Floats) -> None:
         """Record the scores of all heads, a mask of those above the threshold, and the factors applied to them."""
         is_early, plain = self._factors > JUDGED_AT**0.5, scores / self._factors
         for largest, counts in ((self._before, is_over & is_early), (self._after, is_over & ~is_early)):
@@ -149,7 +148,7 @@ class EffectCheck:
         self._due |= is_over & (self._factors <= JUDGED_AT)
         self._factors = self._factors * factors
 
-    def judge(self, scaler: HeadScaler) -> NDArray[np.bool_]:
+    def judge(self, scaler: HeadScaler) -> Mask:
         """Restore the weights of layers whose clips had no effect; return a mask of their heads."""
         sizes, due = scaler.log_sizes(), self._due
         grown = np.exp(sizes - self._sizes) / self._factors  # by training

@@ -1,8 +1,7 @@
 """The scale a model applies, folded into its projections."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -106,7 +105,9 @@ def calibrate_(model: nn.Module, batch: Any, *, frozen: Frozen = "keep") -> Resc
     """
     check_frozen(frozen)
     refuse_foreign_parameters(model)
-    with _evaluating(model):
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
         layers = _watched(model, batch, rows=None).layers
         scaler = HeadScaler(model, heads_of(layers), frozen, Replicas())
         before = after = _by_head(layer.stats.std for layer in layers.values())
@@ -119,6 +120,9 @@ def calibrate_(model: nn.Module, batch: Any, *, frozen: Frozen = "keep") -> Resc
             total *= factors
             now = _watched(model, batch, rows=None).layers
             after = _by_head(now[name].stats.std for name in layers)
+    finally:
+        for module, training in modes:
+            module.training = training
     return _report(model, layers, scaler, wanted, total, before, after)
 
 
@@ -216,15 +220,3 @@ def _note_folded(model: nn.Module, layers: Mapping[str, Layer], heads: Sequence[
         by_module.setdefault(id(module), (module, []))[1].append(math.log(head.factor))
     for module, logs in by_module.values():
         note_folded(module, math.exp(sum(logs) / len(logs)))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore the mode of each module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -58,8 +58,7 @@ class ScaledParameter:
 
     def lengths(self) -> Tensor:
         """Return the norm of each row, float64."""
-        lengths: Tensor = torch.linalg.vector_norm(self._by_row().double() + self.offset, dim=1)
-        return lengths
+        return (self._by_row().double() + self.offset).norm(dim=1)
 
     def elements(self, rows: Tensor) -> Tensor:
         """Return the first elements of these rows, float64."""
@@ -106,7 +105,7 @@ class HeadScaler:
         self._factor_of_row = torch.ones_like(self._exponent_of_row, dtype=dtype)
         parts = self._factor_of_row.split([len(each) for each in heads[1:]])
         scaled = []
-        for (block, local, shape), factors in zip(found, parts if found else (), strict=True):
+        for (block, local, shape), factors in zip(found, parts, strict=True):
             path, _, name = block.name.rpartition(".")
             owner, parts_of = self._model.get_submodule(path), factors.view(shape)
             scaled.append(ScaledParameter(owner, name, block.parameter, _kind(local), block.offset, parts_of))
@@ -120,8 +119,8 @@ class HeadScaler:
     @torch.no_grad()
     def multiply_(self, factors: Tensor) -> None:
         """Multiply the local part of every parameter that produces the heads; `factors` has one for each head."""
-        by_head = factors.to(self.device)
-        torch.pow(by_head[self._head_of_row], self._exponent_of_row, out=self._factor_of_row)
+        of_row = factors.to(self.device)[self._head_of_row]
+        torch.pow(of_row, self._exponent_of_row, out=self._factor_of_row)
         multiply_each_([scaled.held for scaled in self._plain], self._plain_factors)
         for scaled in self._scaled:
             if scaled.offset:
@@ -147,7 +146,7 @@ class HeadScaler:
         """Yield the parameters that these factors change, with the first changed rows and the factor of each."""
         by_row = factors[self._head_of_row] ** self._exponent_of_row
         sizes = [scaled.factors.numel() for scaled in self._scaled]
-        for scaled, own in zip(self._scaled, by_row.split(sizes) if sizes else (), strict=True):
+        for scaled, own in zip(self._scaled, by_row.split(sizes), strict=True):
             rows = (own != 1.0).nonzero()[:MOST_SAMPLED, 0]
             if len(rows):
                 yield scaled, rows, own[rows]

@@ -26,7 +26,7 @@ class _StepNumbers:
     """Numbers of a step on their way to the host: maxima and factors of all slots, and counts of unplanned calls."""
 
     def __init__(self, maxima: Tensor, factors: Tensor, unplanned: Tensor) -> None:
-        self.is_reported = False
+        self.is_over: bool | None = None  # True if a head exceeds the threshold; None until it is reported
         self._sizes = [len(maxima), len(factors), len(unplanned)]
         self._packed = torch.cat([maxima, factors, unplanned])
         self._copied: torch.cuda.Event | None = None
@@ -106,8 +106,8 @@ class ProbedClip:
         while len(self._pending) > (0 if is_on_host or self._clipper.is_due else STEPS_UNTIL_OBSERVED):
             numbers = self._pending.popleft()
             reports += self._report(numbers)
-            maxima, factors, _ = numbers.on_host
-            if bool((maxima > self._threshold).any()):
+            if numbers.is_over:
+                maxima, factors, _ = numbers.on_host
                 self._clipper.observe(maxima, factors.numpy())
         self._clipper.restore_if_due()
         return reports
@@ -119,16 +119,16 @@ class ProbedClip:
 
     def reports(self, waits: bool) -> list[ClipReport]:
         """Return the new reports of the steps with numbers on the host; `waits` for all others too."""
-        arrived = [each for each in self._pending if not each.is_reported and (waits or each.has_arrived)]
+        arrived = [each for each in self._pending if each.is_over is None and (waits or each.has_arrived)]
         return [report for numbers in arrived for report in self._report(numbers)]
 
     def _report(self, numbers: _StepNumbers) -> list[ClipReport]:
-        if numbers.is_reported:
+        if numbers.is_over is not None:
             return []
-        numbers.is_reported = True
         maxima, factors, unplanned = numbers.on_host
+        numbers.is_over = bool((maxima > self._threshold).any())
         self._attends_more_often |= bool(unplanned.any())
-        if bool((maxima <= self._threshold).all()):
+        if not numbers.is_over:
             return []
         report = self._clipper.report(maxima, factors.numpy())
         return [report] if report.heads or report.left else []
