@@ -58,7 +58,8 @@ class ScaledParameter:
 
     def lengths(self) -> Tensor:
         """Return the norm of each row, float64."""
-        return (self._by_row().double() + self.offset).norm(dim=1)
+        lengths: Tensor = torch.linalg.vector_norm(self._by_row().double() + self.offset, dim=1)
+        return lengths
 
     def elements(self, rows: Tensor) -> Tensor:
         """Return the first elements of these rows, float64."""
