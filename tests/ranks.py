@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"  # all that Windows has
 NEEDED = [
     "torch._dynamo",  # what shards a model imports it, and it takes longer than all that a rank does
-    "tests.train.clip_rank_runs",
     "tests.train.logs",
     "tests.train.rank_runs",
     "tests.acting.layout_runs",

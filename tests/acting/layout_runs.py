@@ -1,21 +1,43 @@
-"""Clipping in every layout of ranks: what each rank runs, and the same in one process."""
+"""Clipping in every layout of ranks, once by clip_qk_ and in training by QKClip: on ranks, and in one process."""
 
+import math
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import attnscale
+from attnscale import QKClip
 
-from .models import Attention, Normed
+from .models import Attention, Normed, before_and, watched
 
-D_MODEL, LENGTH, THRESHOLD = 44, 13, 30.0
+D_MODEL, LENGTH, THRESHOLD, STEPS, GROWTH = 44, 13, 30.0, 4, 1.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is laid out over ranks, and which batches all ranks see together."""
+
+    layout: str
+    world: int
+    kind: str = "plain"
+    heads: int = 4
+    kv_heads: int = 4
+    batches: tuple[int, ...] = (0,)
+    compiled: str = ""  # in training: "whole" or "parts"
+    blind: tuple[int, ...] = ()  # ranks that measured nothing for clip_qk_
+    idle: tuple[tuple[int, int], ...] = ()  # in training: ranks that run no forward, and in which step
+    left: str = ""  # why no head can be clipped
 
 
 class Layers(nn.Module):
@@ -46,18 +68,33 @@ class GainOfEachHead(Attention):
         return nn.functional.rms_norm(query, query.shape[-1:]) * gain, key
 
 
+class SomeKeys(Attention):
+    """All queries and a part of the keys, on a rank of a context-parallel run."""
+
+    part = slice(None)
+
+    def forward(self, x):
+        query, key = self.make(x)
+        return F.scaled_dot_product_attention(query, key[..., self.part, :], self.value(x)[..., self.part, :])
+
+
 KINDS = {"plain": Attention, "normed": Normed, "gains": GainOfEachHead}
 
 
-def made(kind, heads, kv_heads):
-    """Some heads explode, by different amounts, in both halves of the heads."""
+def made(case):
+    """A model of which some heads explode, by different amounts, in both halves of the heads."""
     torch.manual_seed(7)
-    model = Layers(KINDS[kind], heads, kv_heads)
+    if case.layout == "keys":
+        model = SomeKeys(D_MODEL, case.heads)
+        with torch.no_grad():
+            model.q_proj.weight.mul_(40)
+        return model
+    model = Layers(KINDS[case.kind], case.heads, case.kv_heads)
     with torch.no_grad():
         for number, attention in enumerate(model.attentions):
-            if kind == "normed":
+            if case.kind == "normed":
                 attention.q_norm.weight.mul_(13 + number)
-            elif kind == "gains":
+            elif case.kind == "gains":
                 attention.q_gain[:3].mul_(torch.tensor([17.0, 1.0, 29.0])[:, None, None])
                 attention.k_proj.weight.mul_(5)
             else:
@@ -83,26 +120,34 @@ def split_heads(model, mesh):
         attention.first = rank * attention.heads
 
 
-def laid_out(layout, model, world):
-    """The model given to clip_qk_, the model that is called, and which batch this rank has."""
-    rank, shape = dist.get_rank(), (2, world // 2)
+def laid_out(case):
+    """The model that is clipped, the model that is called, this rank's batch, and the group that is passed."""
+    model, rank, world, layout = made(case), dist.get_rank(), case.world, case.layout
+    if case.compiled == "parts":
+        for attention in model.attentions:
+            attention.compile(backend="aot_eager")
+    if layout == "keys":
+        size = math.ceil(LENGTH / world)
+        model.part = slice(rank * size, (rank + 1) * size)
+        return model, model, 0, dist.group.WORLD
+    if layout == "copies":
+        return model, model, rank, dist.group.WORLD
     if layout in ("ddp", "inside ddp"):
         wrapped = nn.parallel.DistributedDataParallel(model)
-        return (model if layout == "inside ddp" else wrapped), wrapped, rank
+        return (model if layout == "inside ddp" else wrapped), wrapped, rank, None
     if layout == "tp elsewhere":
         for output in model.outputs:
             parallelize_module(output, init_device_mesh("cpu", (world,)), ColwiseParallel(output_layouts=Replicate()))
-        return model, model, 0
+        return model, model, 0, None
+    has_two_axes = "x" in layout
+    names = ("dp", "tp") if has_two_axes else ("dp",)
+    mesh = init_device_mesh("cpu", (2, world // 2) if has_two_axes else (world,), mesh_dim_names=names)
     if layout == "tp":
-        split_heads(model, init_device_mesh("cpu", (world,)))
-        return model, model, 0
+        split_heads(model, mesh)
+        return model, model, 0, None
     if layout == "ddp x tp":
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         split_heads(model, mesh["tp"])
-        return model, model, mesh["dp"].get_local_rank()
-    mesh = init_device_mesh(
-        "cpu", shape if "x" in layout else (world,), mesh_dim_names=("dp", "tp")[: 1 + ("x" in layout)]
-    )
+        return model, model, mesh["dp"].get_local_rank(), mesh["dp"].get_group()
     which = rank
     if layout == "fsdp x tp":
         split_heads(model, mesh["tp"])
@@ -110,7 +155,7 @@ def laid_out(layout, model, world):
     for attention in model.attentions:
         fully_shard(attention, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, model, which
+    return model, model, which, None
 
 
 def whole(model):
@@ -120,31 +165,85 @@ def whole(model):
     }
 
 
-def clip_all(rank, folder, world, cases):
-    """One case after the other on the same ranks: what each rank then holds, saw and told."""
+def heads_in(report):
+    return [] if report is None else [(head.layer.removeprefix("module."), head.head) for head in report.heads]
+
+
+def reasons_in(report):
+    return [] if report is None else [str(each) for each in report.left]
+
+
+def on_ranks(rank, folder, cases):
+    """One case after the other on the same ranks."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    warnings.simplefilter("ignore")  # torch's own
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=cases[0].world)
     found = []
     for case in cases:
-        found.append(clip(rank, *case))
+        torch._dynamo.reset()
+        found.append((once(rank, case), trained(rank, case)))
         dist.barrier()
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def clip(rank, layout, world, kind, heads, kv_heads, _, blind):
-    """Clip by what this rank saw; `blind` of them saw nothing."""
-    given, called, which = laid_out(layout, made(kind, heads, kv_heads), world)
-    group = None
-    if layout == "ddp x tp":
-        group = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))["dp"].get_group()
-    x = data(which)
+def once(rank, case):
+    """The parameters after clip_qk_, the scales that were seen, and what was left."""
+    given, called, which, group = laid_out(case)
     with torch.no_grad(), attnscale.watch(given, rows=None) as seen:
-        called(x)
+        called(data(which))
     scales = [float(scale) for layer in seen.layers.values() for scale in layer.scales]
-    report = attnscale.clip_qk_(given, SimpleNamespace(layers={}) if rank in blind else seen, THRESHOLD, group=group)
-    return whole(given), scales, [str(left) for left in report.left]
+    seen = SimpleNamespace(layers={}) if rank in case.blind else seen
+    report = attnscale.clip_qk_(given, seen, THRESHOLD, group=group)
+    return whole(given), scales, reasons_in(report)
+
+
+def once_in_one_process(case):
+    model = made(case)
+    x = torch.cat([data(which) for which in case.batches if which not in case.blind])
+    report = attnscale.clip_qk_(model, watched(model, (x,)), THRESHOLD)
+    assert report.heads
+    return before_and(model)
+
+
+def trained(rank, case):
+    """The parameters, the clipped heads and the collectives of each step, if it is measured inside, what was left."""
+    given, called, which, group = laid_out(case)
+    called = torch.compile(called, backend="aot_eager") if case.compiled == "whole" else called
+    clip, heads, counts, left = QKClip(given, THRESHOLD, group=group), [], [], []
+    for step in range(STEPS):
+        if (rank, step) not in case.idle:
+            called(data(which)).square().mean().backward()
+        grow_(given)
+        with CommDebugMode() as collectives:
+            report = clip.step()
+        counts.append({str(name): count for name, count in collectives.get_comm_counts().items()})
+        heads.append(heads_in(report))
+        left += reasons_in(report)
+    is_inside = clip.is_inside
+    clip.close()
+    return whole(given), heads, counts, is_inside, left
+
+
+def trained_in_one_process(case):
+    """All data at once: the parameters then, and which heads were clipped at each step."""
+    model, heads = made(case), []
+    with QKClip(model, THRESHOLD) as clip:
+        for step in range(STEPS):
+            seen = [which for which in case.batches if (which, step) not in case.idle]
+            model(torch.cat([data(which) for which in seen])).square().mean().backward()
+            grow_(model)
+            heads.append(heads_in(clip.step()))
+    return before_and(model), heads
+
+
+def grow_(model):
+    """What an optimiser might do, the same on all ranks."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad = None
+            parameter.mul_(GROWTH)
 
 
 def flattened(rank, folder):
@@ -153,7 +252,7 @@ def flattened(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     answers = []
     for own in (False, True):
-        inner = made("plain", 4, 4)
+        inner = made(Case("fsdp", 2))
         first = FullyShardedDataParallel(inner.attentions[0], use_orig_params=own, device_id=torch.device("cpu"))
         inner.attentions[0] = first
         outer = FullyShardedDataParallel(inner, use_orig_params=own, device_id=torch.device("cpu"))

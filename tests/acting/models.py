@@ -1,4 +1,4 @@
-"""A watched model, what was changed in it, and the layouts that a clip must understand."""
+"""Models of one attention, both ways to clip them, and what was changed in them."""
 
 import copy
 import math
@@ -9,6 +9,26 @@ from torch import nn
 
 import attnscale
 
+D_MODEL, HEADS, HEAD_DIM, LENGTH, BATCH = 55, 5, 11, 13, 2
+
+
+def made(kind=None, factor=1.0, **settings):
+    """A model of which the queries of the first head are multiplied."""
+    torch.manual_seed(5)
+    return sharpened((kind or Attention)(D_MODEL, HEADS, **settings), "q_proj.weight", slice(HEAD_DIM), factor)
+
+
+def batch(dtype=torch.float32):
+    return (torch.randn(BATCH, LENGTH, D_MODEL, generator=torch.Generator().manual_seed(3)).to(dtype),)
+
+
+def sharpened(model, name, rows, factor):
+    """A copy of the model with some rows of a parameter multiplied."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.get_parameter(name)[rows] *= factor
+    return model
+
 
 def watched(model, inputs, rows=None):
     with torch.no_grad(), attnscale.watch(model, rows=rows) as seen:
@@ -16,15 +36,45 @@ def watched(model, inputs, rows=None):
     return seen
 
 
-def between(maxima):
+def maxima(model, inputs):
+    """The largest score of each head of each layer."""
+    return torch.cat([layer.stats.max for layer in watched(model, inputs).layers.values()])
+
+
+def with_clip_qk(model, inputs, threshold, steps, after=lambda step: None):
+    for step in range(steps):
+        yield attnscale.clip_qk_(model, watched(model, inputs), threshold)
+        after(step)
+
+
+def with_qk_clip(model, inputs, threshold, steps, after=lambda step: None):
+    with attnscale.QKClip(model, threshold) as clip:
+        for step in range(steps):
+            model(*inputs).square().mean().backward()
+            yield clip.step()
+            after(step)
+
+
+WAYS = {"clip_qk_": with_clip_qk, "QKClip": with_qk_clip}
+
+
+def between(largest):
     """A threshold that the highest head passes and the second does not."""
-    ordered = maxima.sort().values
+    ordered = largest.sort().values
     return float(ordered[-1]) / 2 if len(ordered) == 1 else float(ordered[-2:].mean())
 
 
 def before_and(model):
     """The parameters as they are."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def touched(report):
+    return [each for head in report.heads for each in head.touched]
+
+
+def parameters(report):
+    return {each.parameter for each in touched(report)}
 
 
 def assert_changed_as_told(before, model, touched):
@@ -93,24 +143,3 @@ class Normed(Attention):
     def make(self, x):
         query, key = super().make(x)
         return self.q_norm(query), self.k_norm(key)
-
-
-class Untied(nn.Module):
-    """Two layers, which may share their projections."""
-
-    def __init__(self, d_model, heads, tied):
-        super().__init__()
-        self.first, self.second = Attention(d_model, heads), Attention(d_model, heads)
-        if tied:
-            self.second.q_proj, self.second.k_proj = self.first.q_proj, self.first.k_proj
-
-    def forward(self, x):
-        return self.second(self.first(x).transpose(1, 2).flatten(2))
-
-
-def sharpened(model, name, rows, factor):
-    """A copy of the model with some rows of a parameter multiplied."""
-    model = copy.deepcopy(model)
-    with torch.no_grad():
-        model.get_parameter(name)[rows] *= factor
-    return model

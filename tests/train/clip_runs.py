@@ -154,51 +154,33 @@ def growing(model):
     return optimizer
 
 
-def trained(model, run, steps, micro=1, optimizer=None, around=None, after=lambda: None):
-    """Train; `around` stands around the forwards of each step."""
+def trained(model, run, steps, micro=1, optimizer=None, after=lambda: None):
     optimizer = growing(model) if optimizer is None else optimizer
     for step in range(steps):
-        if around is None:
-            for part in range(micro):
-                run(data(step, part)).square().mean().backward()
-        else:
-            with around(step):
-                losses = [run(data(step, part)).square().mean() for part in range(micro)]
-            for loss in losses:
-                loss.backward()
+        for part in range(micro):
+            run(data(step, part)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         after()
-    return model
 
 
 def with_clip(model, threshold, steps=4, compiled=lambda model: model, **training):
-    """The model, what clips it, and the reports."""
+    """The QKClip of a model in training, and its reports."""
     run, reports, clip = compiled(model), [], QKClip(model, threshold)
     trained(model, run, steps, after=lambda: reports.append(clip.step()), **training)
     clip.flush()
     return clip, reports
 
 
-def by_hand(model, threshold, steps=4, **training):
-    """watch() around the forwards of each step, and clip_qk_ behind the optimiser."""
-    reports, seen = [], []
-
-    class Around:
-        def __init__(self, _):
-            self._watch = attnscale.watch(model, rows=None)
-
-        def __enter__(self):
-            seen.append(self._watch.__enter__())
-
-        def __exit__(self, *given):
-            self._watch.__exit__(*given)
-
-    clip = lambda: reports.append(attnscale.clip_qk_(model, seen[-1], threshold))  # noqa: E731
-    trained(model, model, steps, around=Around, after=clip, **training)
+def by_hand(model, threshold, steps=4, micro=1):
+    """The reports of clip_qk_ after each step, by what watch() saw of its forwards."""
+    optimizer, reports = growing(model), []
+    for step in range(steps):
+        with attnscale.watch(model, rows=None) as seen:
+            losses = [model(data(step, part)).square().mean() for part in range(micro)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reports.append(attnscale.clip_qk_(model, seen, threshold))
     return reports
-
-
-def copies(model):
-    """The parameters as they are."""
-    return {name: each.detach().clone() for name, each in model.named_parameters()}

@@ -18,46 +18,7 @@ pytestmark = [  # torch's own
     pytest.mark.filterwarnings("ignore:Lazy modules are a new feature"),
 ]
 THRESHOLD = 0.5
-
-
-class Towers(nn.Module):
-    """Blocks of which some steps leave some out, as a batch without pictures does."""
-
-    def __init__(self, kind=Attention):
-        super().__init__()
-        self.blocks, self.used = nn.ModuleList(Block(kind, None) for _ in range(3)), (0, 1, 2)
-
-    def forward(self, x):
-        for number in self.used:
-            x = self.blocks[number](x)
-        return x
-
-
-def towers(kind=Attention):
-    torch.manual_seed(0)
-    model = Towers(kind)
-    model(data(0))
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attention.q_proj.weight *= 7.0
-    return model
-
-
-def clipped(model, run, steps):
-    """The blocks that were over the threshold at each step, those that were clipped, and whether it ends inside."""
-    found = []
-    with QKClip(model, THRESHOLD) as clip:
-        for number, model.used in enumerate(steps):
-            over = {f"blocks.{used}.attention" for used in model.used}
-            with torch.no_grad():
-                for used in model.used:
-                    model.blocks[used].attention.q_proj.weight *= 7.0
-            run(data(number)).square().mean().backward()
-            report = clip.step()
-            found.append((over, set() if report is None else {head.layer for head in report.heads}))
-        return found, clip.is_inside
-
-
+ALL = (0, 1, 2)
 WAYS = {
     "eager": lambda model: model,
     "aot_eager": lambda model: torch.compile(model, backend="aot_eager"),
@@ -65,26 +26,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", [Attention, WrittenOut])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_module_that_begins_to_run_is_clipped_from_its_second_step_on(way, kind):
-    torch._dynamo.reset()
-    model = towers(kind)
-    found, is_inside = clipped(model, WAYS[way](model), [(0, 1)] * 3 + [(0, 1, 2)] * 4)
-    late = "blocks.2.attention"
-    assert [(number, over - done) for number, (over, done) in enumerate(found) if over != done] == [(3, {late})]
-    assert is_inside
-
-
-def test_modules_that_run_in_turns_are_followed_at_every_step_and_that_is_told():
-    model = towers()
-    with pytest.warns(NotInsideWarning, match=r"at some steps only|did not run where they ran"):
-        found, is_inside = clipped(model, model, [(0, 1), (0, 1), (0, 2), (0, 1), (0, 2)] * 3)
-    assert not is_inside
-    assert [number for number, (over, done) in enumerate(found) if over != done] == [2, 4]
-
-
-class Again(Attention):
+class Twice:
     """Attends a second time, from larger queries, where it is told to."""
 
     is_told = False  # its own, once a step has begun: Dynamo of torch 2.11 does not look at a class again
@@ -94,65 +36,108 @@ class Again(Attention):
         return once + super().forward(3.0 * x) if self.is_told else once
 
 
-class AgainWrittenOut(WrittenOut):
-    """The same, written out."""
+class Again(Twice, Attention):
+    pass
 
-    is_told = False
+
+class AgainWrittenOut(Twice, WrittenOut):
+    pass
+
+
+class Towers(nn.Module):
+    """Blocks of which some steps leave some out, as a batch without pictures does."""
+
+    def __init__(self, kind=Attention):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.used = nn.ModuleList(Block(kind, None) for _ in ALL), ALL
+        self(data(0))
 
     def forward(self, x):
-        once = super().forward(x)
-        return once + super().forward(3.0 * x) if self.is_told else once
+        for number in self.used:
+            x = self.blocks[number](x)
+        return x
 
 
-def maxima(model, run, steps):
-    """The largest score of the first layer at each step, that which was told, and whether it ends inside."""
-    found = []
+def largest_by_block(heads):
+    found = {}
+    for layer, largest in heads:
+        block = layer[: len("blocks.0")]
+        found[block] = max(largest, found.get(block, 0.0))
+    return found
+
+
+def steps_missed(model, run, steps):
+    """The steps, of blocks used and whether they attend twice, at which a block was clipped by less than its maximum.
+
+    Also return, for each step, if it ended with probes.
+    """
+    missed, is_inside = [], []
     with QKClip(model, THRESHOLD) as clip:
-        for number, is_told in enumerate(steps):
+        for number, (model.used, is_told) in enumerate(steps):
             with torch.no_grad():
                 for block in model.blocks:
                     block.attention.is_told = is_told
-                    block.attention.q_proj.weight *= 7.0
+                for used in model.used:
+                    model.blocks[used].attention.q_proj.weight *= 7.0
             copied = deepcopy(model)
             with torch.no_grad(), attnscale.watch(copied, rows=None) as seen:
                 copied(data(number))
-            largest = max(float(each.stats.max.max()) for name, each in seen.layers.items() if "blocks.0" in name)
+            expected = largest_by_block((name, float(layer.stats.max.max())) for name, layer in seen.layers.items())
             run(data(number)).square().mean().backward()
             report = clip.step()
-            found.append((largest, max(head.maximum for head in report.heads if "blocks.0" in head.layer)))
-        return found, clip.is_inside
+            heads = () if report is None else report.heads
+            found = largest_by_block((head.layer, head.maximum) for head in heads)
+            if found != pytest.approx(expected, rel=1e-4):
+                missed.append(number)
+            is_inside.append(clip.is_inside)
+    return missed, is_inside
 
 
-def steps_missed(found):
-    return [number for number, (largest, told) in enumerate(found) if told != pytest.approx(largest, rel=1e-4)]
-
-
-@pytest.mark.parametrize("kind", [Again, AgainWrittenOut])
+@pytest.mark.parametrize(("kind", "before", "later"), [
+    (Attention, ((0, 1), False), (ALL, False)),
+    (WrittenOut, ((0, 1), False), (ALL, False)),
+    (Again, (ALL, False), (ALL, True)),
+    (AgainWrittenOut, (ALL, False), (ALL, True)),
+])  # fmt: skip
 @pytest.mark.parametrize("way", WAYS)
-def test_a_module_that_begins_to_attend_twice_is_clipped_by_both_from_the_next_step_on(way, kind):
+def test_a_module_that_begins_to_attend_or_to_attend_twice_is_clipped_from_its_second_step_on(way, kind, before, later):
     torch._dynamo.reset()
-    model = towers(kind)
-    found, is_inside = maxima(model, WAYS[way](model), [False] * 3 + [True] * 4)
-    assert steps_missed(found) == [3]
-    assert is_inside
+    model = Towers(kind)
+    missed, is_inside = steps_missed(model, WAYS[way](model), [before] * 3 + [later] * 4)
+    assert missed == [3]
+    assert is_inside[-1]
 
 
-def test_a_module_that_attends_twice_at_some_steps_is_followed_at_every_step_and_that_is_told():
-    model = towers(Again)
-    with pytest.warns(NotInsideWarning, match="run more often, at some steps only"):
-        found, is_inside = maxima(model, model, [False, False, True] * 7)
-    assert not is_inside
-    assert steps_missed(found) == [2, 5, 8, 11, 14, 17]
+@pytest.mark.parametrize(
+    ("kind", "turns", "message", "expected"),
+    [
+        (
+            Attention,
+            [(0, 1), (0, 1), (0, 2), (0, 1), (0, 2)] * 3,
+            "at some steps only|did not run where they ran",
+            [2, 4],
+        ),
+        (Again, [False, False, True] * 7, "run more often, at some steps only", [2, 5, 8, 11, 14, 17]),
+    ],
+)
+def test_modules_that_attend_in_turns_are_followed_at_every_step_with_a_warning(kind, turns, message, expected):
+    model = Towers(kind)
+    steps = [(each, False) if isinstance(each, tuple) else (ALL, each) for each in turns]
+    with pytest.warns(NotInsideWarning, match=message):
+        missed, is_inside = steps_missed(model, model, steps)
+    assert missed == expected
+    assert not is_inside[-1]
 
 
 def test_a_model_that_seldom_attends_twice_keeps_its_probes():
-    model, found = towers(Again), []
+    model, is_inside = Towers(Again), []
     with QKClip(model, THRESHOLD) as clip:
         for number in range(250):
             for block in model.blocks:
                 block.attention.is_told = number % 40 == 39
             model(data(number)).square().mean().backward()
             clip.step()
-            found.append(clip.is_inside)
-    assert found[-1]
-    assert found.count(False) == 6
+            is_inside.append(clip.is_inside)
+    assert is_inside[-1]
+    assert is_inside.count(False) == 6

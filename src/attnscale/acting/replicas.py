@@ -1,55 +1,101 @@
 """Ranks with copies or shards of the same parameters, and the numbers that they exchange before they change any.
 
-An axis is a group of ranks. With data parallelism or FSDP2, all ranks of an axis compute the same heads on different
-data. With tensor parallelism, they compute different heads: some parameters are cut, and all others, such as the gain
-of a QK-norm or an uncut key, are equal on every rank, although no placement says so.
+With data parallelism or FSDP2, ranks compute the same heads on different data. With tensor parallelism, they compute
+different heads: some parameters are cut, and all others, such as the gain of a QK-norm or an uncut key, are equal on
+every rank, although no placement says so. Those are not scaled, so these ranks clip their own heads independently.
 """
 
 import gc
-import hashlib
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from attnscale.acting.parameters import is_sharded
 from attnscale.torch_internals import fsdp_groups
-from attnscale.tracing.parameters import Origin, Origins, UntraceableError
+from attnscale.tracing.parameters import Origins, UntraceableError
+from attnscale.watching.layer import Layer
 
-Floats = NDArray[np.float64]
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """The heads of a layer, and the origins of their queries, keys and values; can be pickled for other ranks."""
+
+    heads: int
+    softcap: float | None
+    origins: tuple[Origins, ...]
+
+
+def heads_of(layers: Mapping[str, Layer]) -> dict[str, LayerHeads]:
+    """Return the heads of each layer."""
+    found = {}
+    for name, layer in layers.items():
+        calls = [(call.query, call.key, call.value) for call in layer.origins]
+        origins = tuple(Origins(*(side and side.resolved() for side in sides)) for sides in calls)
+        found[name] = LayerHeads(layer.heads, layer.softcap, origins)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
-class Axis:
-    """A group of ranks, and the names of the parameters that are cut over them."""
+class Replicas:
+    """Groups of ranks that compute the same heads as this rank.
 
-    group: "dist.ProcessGroup"
-    cut: frozenset[str] = frozenset()
+    `cuts` has one entry for each group of ranks that compute different heads: the names of the parameters that produce
+    heads and are cut over the group.
+    """
+
+    groups: "tuple[dist.ProcessGroup, ...]" = ()
+    cuts: tuple[frozenset[str], ...] = ()
+
+    @property
+    def is_first(self) -> bool:
+        """True on one rank of each group, which warns and logs for all."""
+        return all(dist.get_rank(group) == 0 for group in self.groups)
+
+    @property
+    def has_other_ranks(self) -> bool:
+        """True if the model runs on several ranks."""
+        return bool(self.groups or self.cuts)
 
     def gathered(self, own: Any) -> list[Any]:
-        """Gather an object from every rank, in rank order."""
-        found = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, own, group=self.group)
-        return found
+        """Gather an object from every rank, in an order that is the same on all of them."""
+        return _gathered(self.groups, own)
 
-    def all_same(self, own: bytes) -> bool:
-        """Return True if every rank passes the same bytes."""
-        return len(set(self.gathered(hashlib.blake2b(own, digest_size=16).digest()))) == 1
+    def reduced_(self, numbers: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        """Return the sum or the maximum over all ranks."""
+        spans_all = len(self.groups) > 1 and prod(map(dist.get_world_size, self.groups)) == dist.get_world_size()
+        for group in [None] if spans_all else self.groups:
+            dist.all_reduce(numbers, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=group)
+        return numbers
+
+    def agreed_layers(self, own: Mapping[str, LayerHeads]) -> dict[str, LayerHeads]:
+        """Return the union of the layers of all ranks, in the same order on all of them."""
+        names = self.gathered([(name, layer.heads) for name, layer in own.items()])
+        if all(each == names[0] for each in names):
+            return dict(own)
+        layers: dict[str, LayerHeads] = {}
+        for of_rank in self.gathered(dict(own)):
+            layers |= {name: layer for name, layer in of_rank.items() if name not in layers}
+        return layers
 
 
-def axes_of(model: nn.Module, group: "dist.ProcessGroup | None") -> list[Axis]:
-    """Return the axes of a model, including `group`, in the same order on all ranks."""
+def _gathered(groups: "tuple[dist.ProcessGroup, ...]", own: Any) -> list[Any]:
+    found = [own]
+    for group in groups:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, found, group=group)
+        found = [each for part in parts for each in part]
+    return found
+
+
+def replicas_of(model: nn.Module, group: "dist.ProcessGroup | None", layers: Mapping[str, Layer]) -> Replicas:
+    """Return the ranks of a model, including those of `group`; every rank must call it."""
     if not (dist.is_available() and dist.is_initialized()):
-        return []
+        return Replicas()
     copied = [each for each in (group, data_parallel_group(model)) if each is not None]
     copied += [each for module in model.modules() for each in fsdp_groups(module)]
     found: dict[tuple[int, ...], tuple[dist.ProcessGroup, set[str]]] = {}
@@ -59,26 +105,23 @@ def axes_of(model: nn.Module, group: "dist.ProcessGroup | None") -> list[Axis]:
             cut.add(name)
     for each in copied:
         found[_ranks(each)] = (each, set())
-    return [Axis(along, frozenset(cut)) for ranks, (along, cut) in found.items() if len(ranks) > 1]
+    several = {ranks: each for ranks, each in found.items() if len(ranks) > 1}
+    # Ranks that distribute only experts or other layers have copies of the heads.
+    names = set().union(*_gathered(tuple(each for each, _ in several.values()), _parameters_of(layers)))
+    cuts = tuple(frozenset(cut & names) for _, cut in several.values() if cut & names)
+    return Replicas(tuple(each for each, cut in several.values() if not cut & names), cuts)
 
 
-def head_axes(axes: Sequence[Axis], layers: "Mapping[str, LayerHeads]") -> list[Axis]:
-    """Return the axes with only those cut parameters that produce heads; an axis with none left copies the heads.
-
-    This is so for ranks that distribute only experts or other layers.
-    """
-    sides = [side for layer in layers.values() for call in layer.origins for side in (call.query, call.key, call.value)]
-    names = set().union(*map(_parameters_of, sides))
-    for axis in axes:
-        names = set().union(*axis.gathered(names))
-    return [Axis(axis.group, axis.cut & names) for axis in axes]
-
-
-def _parameters_of(side: Origin | None) -> set[str]:
-    try:
-        return set() if side is None else {source.parameter for source in side.sources()}
-    except UntraceableError:  # its heads will be skipped for this reason
-        return set()
+def _parameters_of(layers: Mapping[str, Layer]) -> set[str]:
+    """Return the names of the parameters that produce heads."""
+    names: set[str] = set()
+    calls = [call for layer in layers.values() for call in layer.origins]
+    for side in [side for call in calls for side in (call.query, call.key, call.value)]:
+        try:
+            names |= set() if side is None else {source.parameter for source in side.sources()}
+        except UntraceableError:  # its heads will be skipped for this reason
+            continue
+    return names
 
 
 def data_parallel_group(model: nn.Module) -> "dist.ProcessGroup | None":
@@ -104,90 +147,3 @@ def _placed(model: nn.Module) -> Iterator[tuple[str, "dist.ProcessGroup", bool]]
 
 def _ranks(group: "dist.ProcessGroup") -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
-
-
-@dataclass(frozen=True)
-class LayerHeads:
-    """The heads of a layer, and the origins of their queries, keys and values; can be pickled for other ranks."""
-
-    heads: int
-    softcap: float | None
-    origins: tuple[Origins, ...]
-
-
-def agreed_layers(axes: Sequence[Axis], own: Mapping[str, LayerHeads]) -> dict[str, LayerHeads]:
-    """Return the union of the layers of all ranks, over the axes along which all compute the same heads."""
-    layers = dict(own)
-    for axis in (each for each in axes if not each.cut):
-        if not axis.all_same(pickle.dumps([(name, layer.heads) for name, layer in layers.items()])):
-            told = sorted(axis.gathered(layers), key=len, reverse=True)
-            layers = {name: layer for each in reversed(told) for name, layer in each.items()}
-            layers = {name: layers[name] for each in told for name in each}
-    return layers
-
-
-@dataclass(frozen=True, eq=False)
-class Slots:
-    """Slots for the heads of all ranks, concatenated over the ranks that compute different heads."""
-
-    axes: Sequence[Axis]
-    own: slice  # slots of this rank's heads
-    known: Floats  # (numbers, slots), gathered from all ranks
-
-    @classmethod
-    def of(cls, axes: Sequence[Axis], known: Floats) -> "Slots":
-        """Gather the numbers of every rank's own heads, (numbers, heads)."""
-        place = tuple(dist.get_rank(axis.group) for axis in axes if axis.cut)
-        told = {place: known}
-        for axis in (axis for axis in axes if axis.cut):
-            told = {where: numbers for each in axis.gathered(told) for where, numbers in each.items()}
-        parts = [told[where] for where in sorted(told)]
-        first = sum(part.shape[1] for where, part in sorted(told.items()) if where < place)
-        return cls(axes, slice(first, first + known.shape[1]), np.concatenate(parts, axis=1))
-
-    @property
-    def count(self) -> int:
-        """Number of heads on all ranks."""
-        return int(self.known.shape[1])
-
-    @cached_property
-    def _groups(self) -> "list[dist.ProcessGroup | None]":
-        """Groups over which numbers are reduced; the default group if the axes span all ranks."""
-        sizes = [dist.get_world_size(axis.group) for axis in self.axes]
-        if len(sizes) > 1 and prod(sizes) == dist.get_world_size():
-            return [None]
-        return [axis.group for axis in self.axes]
-
-    def agreed(self, own: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the maximum over ranks of `own`, (numbers, own heads), for each slot, and of the votes."""
-        if not self.axes:
-            return own, votes
-        every = own.new_full((len(own), self.count), -torch.inf)
-        every[:, self.own] = own
-        every = torch.cat([every.flatten(), votes.to(every)])
-        for group in self._groups:
-            dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
-        return every[: -len(votes)].view(len(own), self.count), every[-len(votes) :]
-
-    def summed(self, numbers: Tensor) -> Tensor:
-        """Return the sum over all ranks."""
-        for group in self._groups:
-            dist.all_reduce(numbers, group=group)
-        return numbers
-
-
-@dataclass(frozen=True)
-class Block:
-    """A parameter as this rank computes with it; `first` is the number of its first row."""
-
-    name: str
-    shape: tuple[int, ...]
-    across: tuple[int, ...]
-    offset: float
-    first: int
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the parameters."""
-    first: Tensor | None = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device

@@ -1,17 +1,17 @@
 """The scale a model applies, folded into its projections."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnscale.acting.clip import heads_of
-from attnscale.acting.head_rows import Head, ScaledHead, SkippedHead, Touched
+from attnscale.acting.head_rows import Floats, SkippedHead, Touched, report_text
 from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
+from attnscale.acting.replicas import Replicas, heads_of
 from attnscale.acting.scaling import HeadScaler
 from attnscale.declared.declaration import note_folded
 from attnscale.errors import InputError, SettingError
@@ -23,6 +23,7 @@ from attnscale.watching import watch
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 
+SAME_SCALE = 1e-7  # relative; a head that differs by less is not rescaled
 UNIT_SPREAD = 1e-3  # tolerance of a calibrated spread
 MOST_PASSES = 12  # rescaling one layer changes the scores of later layers, less in each pass
 
@@ -58,10 +59,7 @@ class RescaleReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.heads)} head{'s' * (len(self.heads) != 1)} rescaled" + (":" if self.heads else "")]
-        for head in self.heads:
-            lines += [f"  {head}", *(f"    {touched}" for touched in head.touched)]
-        return "\n".join([*lines, *(f"  {left}" for left in self.left)])
+        return report_text("rescaled", self.heads, self.left)
 
 
 def rescale_(model: nn.Module, rule: Scale, batch: Any = None, *, frozen: Frozen = "keep") -> RescaleReport:
@@ -82,17 +80,13 @@ def rescale_(model: nn.Module, rule: Scale, batch: Any = None, *, frozen: Frozen
     """
     check_frozen(frozen)
     refuse_foreign_parameters(model)
-    batch = _example(model) if batch is None else batch
-    before = _watched(model, batch)
-    scales = {name: _constant(rule, layer.head_dim) for name, layer in before.layers.items()}
-    wanted = _ratios(before, lambda layer: torch.full((layer.heads,), scales[layer.name]), lambda layer: layer.scales)
-    folded, left = _multiply(model, before.layers, wanted, frozen)
-    _note_folded(model, before.layers, {(each.layer, each.head): each.factor for each in folded})
-    heads = []
-    for each in folded:
-        was = float(before.layers[each.layer].scales[each.head])
-        heads.append(RescaledHead(each.layer, each.head, was, was * each.factor, each.factor, each.touched))
-    return RescaleReport(tuple(heads), tuple(left))
+    layers = _watched(model, _example(model) if batch is None else batch).layers
+    scales = [np.full(layer.heads, _constant(rule, layer.head_dim)) for layer in layers.values()]
+    scaler = HeadScaler(model, heads_of(layers), frozen, Replicas())
+    before = _by_head(layer.scales for layer in layers.values())
+    wanted = _ratios(np.concatenate(scales), before, SAME_SCALE)
+    factors = _multiply(scaler, wanted)
+    return _report(model, layers, scaler, wanted, factors, before, before * factors)
 
 
 def calibrate_(model: nn.Module, batch: Any, *, frozen: Frozen = "keep") -> RescaleReport:
@@ -111,43 +105,66 @@ def calibrate_(model: nn.Module, batch: Any, *, frozen: Frozen = "keep") -> Resc
     """
     check_frozen(frozen)
     refuse_foreign_parameters(model)
-    with _evaluating(model):
-        before = after = _watched(model, batch, rows=None)
-        left: list[SkippedHead] = []
-        touched: dict[Head, tuple[Touched, ...]] = {}
-        factors: dict[Head, float] = {}
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        layers = _watched(model, batch, rows=None).layers
+        scaler = HeadScaler(model, heads_of(layers), frozen, Replicas())
+        before = after = _by_head(layer.stats.std for layer in layers.values())
+        total = np.ones(len(before))
         for _ in range(MOST_PASSES):
-            wanted = _ratios(after, lambda layer: torch.ones(layer.heads), lambda layer: layer.stats.std)
-            wanted = {head: factor for head, factor in wanted.items() if abs(factor - 1) > UNIT_SPREAD / 2}
-            if not wanted:
+            wanted = _ratios(1.0, after, UNIT_SPREAD / 2)
+            factors = _multiply(scaler, wanted)
+            if (factors == 1.0).all():
                 break
-            folded, left = _multiply(model, after.layers, wanted, frozen)
-            if not folded:
-                break
-            for each in folded:
-                key = (each.layer, each.head)
-                touched[key] = _compounded(touched.get(key, ()), each.touched)
-                factors[key] = factors.get(key, 1.0) * each.factor
-            after = _watched(model, batch, rows=None)
-    _note_folded(model, before.layers, factors)
+            total *= factors
+            now = _watched(model, batch, rows=None).layers
+            after = _by_head(now[name].stats.std for name in layers)
+    finally:
+        for module, training in modes:
+            module.training = training
+    return _report(model, layers, scaler, wanted, total, before, after)
+
+
+def _by_head(values: Iterable[Tensor]) -> Floats:
+    """Concatenate the values of all layers, one per head."""
+    return np.concatenate([np.zeros(0), *(each.double().cpu().numpy() for each in values)])
+
+
+def _ratios(wanted: Floats | float, found: Floats, tolerance: float) -> Floats:
+    """Return the factor of each head; 1 for heads that are correct or have no measured value."""
+    with np.errstate(all="ignore"):
+        ratios = wanted / found
+        return np.where(np.isfinite(ratios) & (ratios > 0) & (np.abs(ratios - 1.0) > tolerance), ratios, 1.0)
+
+
+def _multiply(scaler: HeadScaler, wanted: Floats) -> Floats:
+    """Multiply the scores of each head; return the factors, the geometric mean for heads of one family."""
+    rows = scaler.rows
+    means = np.bincount(rows.families, np.log(wanted)) / np.bincount(rows.families).clip(1)
+    factors = np.where(rows.is_fixed, 1.0, np.exp(means[rows.families]))
+    scaler.multiply_(torch.from_numpy(factors))
+    return factors
+
+
+def _report(
+    model: nn.Module,
+    layers: Mapping[str, Layer],
+    scaler: HeadScaler,
+    wanted: Floats,
+    factors: Floats,
+    before: Floats,
+    after: Floats,
+) -> RescaleReport:
+    rows = scaler.rows
     heads = []
-    for (name, head), changes in sorted(touched.items()):
-        was, now = (float(seen.layers[name].stats.std[head]) for seen in (before, after))
-        heads.append(RescaledHead(name, head, was, now, factors[name, head], changes))
+    for number, touched in rows.touched(factors).items():
+        values = float(before[number]), float(after[number]), float(factors[number])
+        heads.append(RescaledHead(*rows.heads[number], *values, touched))
+    _note_folded(model, layers, heads)
+    skipped = np.flatnonzero((wanted != 1.0) & rows.is_fixed).tolist()
+    left = [SkippedHead(*rows.heads[number], rows.why_fixed(number)) for number in skipped]
     return RescaleReport(tuple(heads), tuple(left))
-
-
-def _multiply(
-    model: nn.Module, layers: Mapping[str, Layer], wanted: Mapping[Head, float], frozen: Frozen
-) -> tuple[list[ScaledHead], list[SkippedHead]]:
-    """Multiply the scores of these heads; heads of one family get the geometric mean of their factors."""
-    scaler = HeadScaler(model, heads_of(layers), frozen=frozen)
-    logs = torch.tensor([math.log(wanted.get(head, 1.0)) for head in scaler.heads], dtype=torch.float64)
-    factors = scaler.by_family(logs.to(scaler.fixed.device).exp(), "geometric mean")
-    scaler.multiply_(factors)
-    skipped = [number for number, head in enumerate(scaler.heads) if head in wanted and scaler.fixed[number]]
-    left = [SkippedHead(*scaler.heads[number], scaler.rows.why_fixed(number)) for number in skipped]
-    return scaler.scaled(factors.cpu().numpy()), left
 
 
 def _watched(model: nn.Module, batch: Any, rows: int | None = 64) -> Seen:
@@ -194,44 +211,12 @@ def _constant(rule: Scale, head_dim: int) -> float:
     )
 
 
-def _ratios(seen: Seen, wanted: Callable[[Layer], Tensor], found: Callable[[Layer], Tensor]) -> dict[Head, float]:
-    """Return the factor of each head to rescale, without heads that are correct or have no measured value."""
-    ratios = {}
-    for name, layer in seen.layers.items():
-        for head, ratio in enumerate((wanted(layer).double() / found(layer).double().cpu()).tolist()):
-            if 0 < ratio < math.inf and not math.isclose(ratio, 1.0, rel_tol=1e-7):
-                ratios[name, head] = ratio
-    return ratios
-
-
-def _note_folded(model: nn.Module, layers: Mapping[str, Layer], factors: Mapping[Head, float]) -> None:
+def _note_folded(model: nn.Module, layers: Mapping[str, Layer], heads: Sequence[RescaledHead]) -> None:
     """Record the folded factor on each module, as the mean over its heads, so that an audit can find it."""
     by_module: dict[int, tuple[nn.Module, list[float]]] = {}
     modules = modules_by_path(model)
-    for (name, _), factor in factors.items():
-        module = modules.get(layers[name].module, modules[""])  # the model itself is shown by its class
-        by_module.setdefault(id(module), (module, []))[1].append(factor)
-    for module, each in by_module.values():
-        note_folded(module, math.exp(sum(map(math.log, each)) / len(each)))
-
-
-def _compounded(first: tuple[Touched, ...], second: tuple[Touched, ...]) -> tuple[Touched, ...]:
-    """Combine successive changes of the same rows into one."""
-    changes = {(each.parameter, each.rows): each for each in first}
-    for each in second:
-        earlier = changes.get((each.parameter, each.rows))
-        factor = each.factor if earlier is None else each.factor * earlier.factor
-        changes[each.parameter, each.rows] = replace(each, factor=factor)
-    return tuple(changes.values())
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore the mode of each module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    for head in heads:
+        module = modules.get(layers[head.layer].module, modules[""])  # the model itself is shown by its class
+        by_module.setdefault(id(module), (module, []))[1].append(math.log(head.factor))
+    for module, logs in by_module.values():
+        note_folded(module, math.exp(sum(logs) / len(logs)))

@@ -7,6 +7,7 @@ backward pass that recomputes a forward writes nothing.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from math import prod
 from typing import Any
 
 import torch
@@ -137,23 +138,22 @@ class MaxBuffers:
             begin += self._buffers[path].numel()
         self._empty = [buffer.clone() for buffer in self._buffers.values()]
         self._flat = [buffer.view(-1) for buffer in self._buffers.values()]
-        found = [places for layer in layers.values() for places in _places_of_heads(layer, rows)]
-        most = max((len(places) for places in found), default=1)
-        padded = [places + places[-1:] * (most - len(places)) for places in found]
+        of_heads = [places for layer in layers.values() for places in _places_of_heads(layer, rows)]
+        most = max((len(places) for places in of_heads), default=1)
+        padded = [places + places[-1:] * (most - len(places)) for places in of_heads]
         ends = torch.tensor([buffer.numel() for buffer in self._buffers.values()], dtype=torch.int64).cumsum(0)
-        self._unplanned = (ends + CALLS).to(device)
-        self._places = torch.tensor(padded, dtype=torch.int64, device=device).reshape(-1, most)
+        self._shape = len(padded), most
+        self._places = torch.cat([torch.tensor(padded, dtype=torch.int64).flatten(), ends + CALLS]).to(device)
 
     def installed(self) -> AbstractContextManager[None]:
         """Return a context in which the model writes to them."""
         return self._placement.probed(KIND, self._buffers.__getitem__)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return the largest score of each head that passed the limit, −∞ elsewhere; and how many were unplanned."""
-        if not self._buffers:
-            return torch.zeros(0), torch.zeros(())
-        joined = torch.cat(self._flat)
-        return joined[self._places].amax(-1), joined[self._unplanned].amax()
+        """Return the largest score of each head that passed the limit, −∞ elsewhere; and counts of unplanned calls."""
+        numbers = torch.cat(self._flat)[self._places]
+        of_heads, unplanned = numbers.split([prod(self._shape), len(self._flat)])
+        return of_heads.view(self._shape).amax(-1), unplanned
 
     def clear_(self) -> None:
         """Forget what was written."""

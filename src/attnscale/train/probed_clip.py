@@ -1,74 +1,51 @@
 """QK-Clip by probes: maxima in buffers, factors on the device, and reports after the numbers reach the host."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from attnscale.acting.clip import Clipper, ClipReport, heads_of
+from attnscale.acting.clip import Clipper, ClipReport
 from attnscale.acting.clip_state import WriteCheck
 from attnscale.acting.parameters import Frozen
-from attnscale.acting.replicas import Axis, Floats, device_of
+from attnscale.acting.replicas import Replicas, heads_of
 from attnscale.plain import printable
 from attnscale.probes.maxima import MaxBuffers
-from attnscale.probes.placement import Placement, Structure
+from attnscale.probes.placement import LateModules, Placement, Structure
 from attnscale.watching.layer import Layer
 
 MOST_EMPTY = 4  # initial steps without any attention before the probes are removed
-MOST_PENDING = 64  # steps with numbers still on the GPU before a report waits for them
 # The numbers of a step are read this many steps later to check the effect of clips; equal on all ranks.
 STEPS_UNTIL_OBSERVED = 8
 
 
-@dataclass(frozen=True, eq=False)
-class _Pending:
-    """Numbers of a step on their way to the host: maxima, factors, two votes, and the number of unplanned calls."""
+class _StepNumbers:
+    """Numbers of a step on their way to the host: maxima and factors of all slots, and counts of unplanned calls."""
 
-    packed: Tensor
-    event: "torch.cuda.Event | None"
-    slots: int
-
-    @classmethod
-    def of(cls, numbers: Tensor, factors: Tensor, votes: Tensor, unplanned: Tensor) -> "_Pending":
-        """Start to copy the numbers to the host."""
-        packed = torch.cat([numbers[0], factors, votes.to(factors), unplanned.to(factors)[None]])
-        if not packed.is_cuda:
-            return cls(packed, None, numbers.shape[1])
-        event, copied = torch.cuda.Event(), packed.to("cpu", non_blocking=True)
-        event.record(torch.cuda.current_stream(packed.device))
-        return cls(copied, event, numbers.shape[1])
+    def __init__(self, maxima: Tensor, factors: Tensor, unplanned: Tensor) -> None:
+        self.is_over: bool | None = None  # True if a head exceeds the threshold; None until it is reported
+        self._sizes = [len(maxima), len(factors), len(unplanned)]
+        self._packed = torch.cat([maxima, factors, unplanned])
+        self._copied: torch.cuda.Event | None = None
+        if self._packed.is_cuda:
+            stream = torch.cuda.current_stream(self._packed.device)
+            self._packed, self._copied = self._packed.to("cpu", non_blocking=True), torch.cuda.Event()
+            self._copied.record(stream)
 
     @property
     def has_arrived(self) -> bool:
-        return self.event is None or self.event.query()
+        return self._copied is None or self._copied.query()
 
     @cached_property
-    def _numbers(self) -> Floats:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.packed.numpy()
-
-    @property
-    def maxima(self) -> Floats:
-        """Largest score of each slot above the threshold, (1, slots); waits for the copy."""
-        return self._numbers[: self.slots][None]
-
-    @property
-    def factors(self) -> Floats:
-        return self._numbers[self.slots : 2 * self.slots]
-
-    @property
-    def votes(self) -> list[float]:
-        found: list[float] = self._numbers[2 * self.slots : -1].tolist()
-        return found
-
-    @property
-    def has_unplanned(self) -> bool:
-        return bool(self._numbers[-1])
+    def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Maxima, factors and counts; waits for the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        maxima, factors, unplanned = self._packed.split(self._sizes)
+        return maxima[None], factors, unplanned
 
 
 class ProbedClip:
@@ -79,18 +56,20 @@ class ProbedClip:
         placement: Placement,
         layers: Mapping[str, Layer],
         threshold: float,
-        axes: Sequence[Axis],
+        replicas: Replicas,
         frozen: Frozen,
         check: WriteCheck,
     ) -> None:
-        model = self._model = placement.model
-        self._structure, self.axes = Structure(model), axes
-        self.has_unplanned = False  # True if a module attends more often per run than in the trace
+        self._model, self._threshold, self.replicas, self._check = placement.model, threshold, replicas, check
+        self._structure = Structure(placement.model)
+        self._attends_more_often = False  # than in the trace
         self._was_written, self._empty = False, 0
-        self._clipper = Clipper(model, heads_of(layers), threshold, axes, frozen, check)
-        self._buffers = MaxBuffers(placement, layers, threshold, device_of(model))
-        self._unreported, self._unobserved = deque[_Pending](), deque[_Pending]()
+        self._clipper = Clipper(placement.model, heads_of(layers), threshold, replicas, frozen, check)
+        self._buffers = MaxBuffers(placement, layers, threshold, self._clipper.device)
+        self._pending = deque[_StepNumbers]()
+        self._late = LateModules(placement)
         self._installed = ExitStack()
+        self._installed.callback(self._late.close)
         self._installed.enter_context(self._buffers.installed())
 
     def close(self) -> None:
@@ -107,9 +86,7 @@ class ProbedClip:
         if self._was_written:
             return False
         ran = self._buffers.calls()
-        answers = [(any(ran), all(ran))]
-        for axis in self.axes:
-            answers = [each for of_rank in axis.gathered(answers) for each in of_rank]
+        answers = self.replicas.gathered((any(ran), all(ran)))
         self._was_written = any(some for some, _ in answers)
         self._empty += not self._was_written
         return any(some and not every for some, every in answers) or self._empty == MOST_EMPTY
@@ -118,39 +95,43 @@ class ProbedClip:
         """Clip the heads that exceeded the threshold in this step; return the reports that have arrived."""
         own, unplanned = self._buffers.read()
         self._buffers.clear_()
-        numbers, votes = self._clipper.agreed(own[None])
-        is_on_host = numbers.device.type == "cpu"
-        if is_on_host and bool((numbers <= self._clipper.threshold).all()) and not votes.any():
-            self.has_unplanned |= bool(unplanned)
+        maxima = self.replicas.reduced_(own, "max")
+        is_on_host = not maxima.is_cuda
+        if is_on_host and not self._check.has_sample and bool((maxima <= self._threshold).all()):
+            self._attends_more_often |= bool(unplanned.any())
             return []
-        pending = _Pending.of(numbers, self._clipper.clip_(numbers), votes, unplanned)
-        self._unreported.append(pending)
-        self._unobserved.append(pending)
-        self._observe(0 if is_on_host else STEPS_UNTIL_OBSERVED)
-        return self.arrived(waits=len(self._unreported) > MOST_PENDING)
+        factors = self._clipper.clip_(maxima[None])
+        self._pending.append(_StepNumbers(maxima, factors, unplanned))
+        reports = self.reports(waits=False)
+        while len(self._pending) > (0 if is_on_host or self._clipper.is_due else STEPS_UNTIL_OBSERVED):
+            numbers = self._pending.popleft()
+            reports += self._report(numbers)
+            if numbers.is_over:
+                maxima, factors, _ = numbers.on_host
+                self._clipper.observe(maxima, factors.numpy())
+        self._clipper.restore_if_due()
+        return reports
 
-    def _observe(self, remaining: int) -> None:
-        """Check the effect of clips for all steps except the `remaining` last ones."""
-        while len(self._unobserved) > (0 if self._clipper.is_due else remaining):
-            pending = self._unobserved.popleft()
-            if not self._is_quiet(pending):
-                self._clipper.observe(pending.maxima, pending.factors, pending.votes)
-        self._clipper.settle()
+    def unplanned(self) -> list[str]:
+        """Return modules that attended for the first time since the last call, or more often than in the trace."""
+        more_often = ["a module attends more often than in the trace"] if self._attends_more_often else []
+        return sorted(self._late.ran()) + more_often
 
-    def _is_quiet(self, pending: _Pending) -> bool:
-        """Return True if no head exceeded the threshold and no rank voted: there is nothing to observe or report."""
-        return bool((pending.maxima <= self._clipper.threshold).all()) and not any(pending.votes)
+    def reports(self, waits: bool) -> list[ClipReport]:
+        """Return the new reports of the steps with numbers on the host; `waits` for all others too."""
+        arrived = [each for each in self._pending if each.is_over is None and (waits or each.has_arrived)]
+        return [report for numbers in arrived for report in self._report(numbers)]
 
-    def arrived(self, waits: bool) -> list[ClipReport]:
-        """Return the reports of the steps with numbers on the host; `waits` for all others too."""
-        found = []
-        while self._unreported and (waits or self._unreported[0].has_arrived):
-            pending = self._unreported.popleft()
-            self.has_unplanned |= pending.has_unplanned
-            if not self._is_quiet(pending):
-                report = self._clipper.report(pending.maxima, pending.factors)
-                found += [report] if report.heads or report.left else []
-        return found
+    def _report(self, numbers: _StepNumbers) -> list[ClipReport]:
+        if numbers.is_over is not None:
+            return []
+        maxima, factors, unplanned = numbers.on_host
+        numbers.is_over = bool((maxima > self._threshold).any())
+        self._attends_more_often |= bool(unplanned.any())
+        if not numbers.is_over:
+            return []
+        report = self._clipper.report(maxima, factors.numpy())
+        return [report] if report.heads or report.left else []
 
 
 def why_not_probed(placement: Placement, layers: Mapping[str, Layer]) -> str:

@@ -10,13 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from attnscale.acting.clip import ClipReport, check_threshold, clip_layers, heads_of
+from attnscale.acting.clip import ClipReport, check_threshold, clip_layers
 from attnscale.acting.clip_state import WriteCheck, clip_state
 from attnscale.acting.parameters import Frozen, check_frozen, inner_optimizer, refuse_copies, refuse_foreign_parameters
-from attnscale.acting.replicas import Axis, axes_of, head_axes
+from attnscale.acting.replicas import Replicas, replicas_of
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.plain import printable
-from attnscale.probes.placement import LateModules, Placement
+from attnscale.probes.placement import Placement
 from attnscale.torch_internals import never_compiled
 from attnscale.train.probed_clip import ProbedClip, why_not_probed
 from attnscale.watching.layer import Layer
@@ -43,8 +43,8 @@ class QKClip:
     the tracer at every step, with one warning.
 
     With torch.distributed, create one on every rank and call step() on all ranks equally often; one collective at each
-    step joins the ranks that hold the same model or parts of it. Pass ranks that are not detected, such as copies
-    without DDP, as `group`. The guarantees of clip_qk_ hold, also for `frozen` parameters.
+    step joins the ranks that compute the same heads. Pass ranks that are not detected, such as copies without DDP, as
+    `group`. The guarantees of clip_qk_ hold, also for `frozen` parameters.
 
     The optimiser must update the clipped parameters themselves. FSDP1, DeepSpeed, and in attach() an optimiser that
     updates copies, are refused. If an optimiser step undoes a clip, clipping stops with one warning.
@@ -83,9 +83,9 @@ class QKClip:
         self._last: ClipReport | None = None
         self._trace: tuple[AbstractContextManager[Seen], Seen] | None = None  # of the present step
         self._probed: ProbedClip | None = None  # instead of a trace
-        self._late, self._incomplete, self._planned_at = LateModules(None), 0, 0
-        self._warned: set[str] = set()
         self._may_probe, self._is_closed = True, False
+        self._incomplete, self._planned_at = 0, 0
+        self._warned: set[str] = set()
         clip_state(model).fetch = WeakMethod(self.flush)
         self._begin_trace()
 
@@ -111,20 +111,20 @@ class QKClip:
         if self._is_closed:
             raise InputError("Expected a QKClip that is open, got one that was closed.")
         self.steps += 1
-        if self._probed is None:
+        probed = self._probed
+        if probed is None:
             return self._clip_traced()
-        if not self._probed.is_current:  # a part was replaced, moved or converted
-            self.flush()
-            self._forget()
-            self._begin_trace()
+        if not probed.is_current:  # a part was replaced, moved or converted
+            self._restart()
             return None
-        if self._probed.misses_calls():
-            self._remove()
+        if probed.misses_calls():
             self._stay_traced("some attentions did not run where they ran in the trace")
             self._begin_trace()
             return None
-        report = self._deliver(self._probed.clip())
-        self._trace_late_modules(self._probed)
+        report = self._newest(probed.clip())
+        unplanned = probed.unplanned()
+        if unplanned:
+            self._plan_again(probed, unplanned)
         return report
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
@@ -139,12 +139,12 @@ class QKClip:
 
     def flush(self) -> ClipReport | None:
         """Wait for reports from a GPU, and return the last one."""
-        return None if self._probed is None else self._deliver(self._probed.arrived(waits=True))
+        return None if self._probed is None else self._newest(self._probed.reports(waits=True))
 
     def close(self) -> None:
         """Stop, and remove everything from the model."""
         self.flush()
-        self._forget()
+        self._remove()
         self._is_closed = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,10 +155,8 @@ class QKClip:
         """Continue from state_dict(), with its threshold; measurements since the last step are discarded."""
         threshold = float(state["threshold"])
         check_threshold(threshold)
-        self.flush()
-        self._forget()
         self.steps, self._threshold = int(state["steps"]), threshold
-        self._begin_trace()
+        self._restart()
 
     def __enter__(self) -> "QKClip":
         return self
@@ -168,39 +166,33 @@ class QKClip:
 
     def _begin_trace(self) -> None:
         """Trace the next step."""
+        self.flush()
+        self._remove()
         trace = watched(self.model, Settings(None, training=True, may_be_empty=True))
         self._trace = trace, trace.__enter__()
 
+    def _restart(self) -> None:
+        """Begin as for a new model."""
+        self._check.forget()
+        self._incomplete = 0
+        self._begin_trace()
+
     def _remove(self) -> None:
-        """Remove trace and probes from the model, but not the counts of late modules."""
+        """Remove trace and probes from the model."""
         (trace, probed), self._trace, self._probed = (self._trace, self._probed), None, None
         if trace is not None:
             trace[0].__exit__(_InterruptedError, _InterruptedError(), None)
         if probed is not None:
             probed.close()
 
-    def _forget(self) -> None:
-        """Remove everything from the model, and discard what the trace found."""
-        self._remove()
-        self._late.close()
-        self._check.forget()
-        self._incomplete = 0
-
-    def _trace_late_modules(self, probed: ProbedClip) -> None:
-        """Trace the model again if a module attends that did not attend in the trace, or attends more often."""
-        ran = self._late.ran()
-        if not ran and not probed.has_unplanned:
-            return
-        if probed.axes:  # other ranks would not join the trace
-            which = ", ".join(map(printable, sorted(ran))) or "a module attends more often than in the trace"
+    def _plan_again(self, probed: ProbedClip, unplanned: list[str]) -> None:
+        """Trace the model again, because it attended where or more often than it did in the trace."""
+        if probed.replicas.has_other_ranks:  # they would not join the trace
             self._warn_once(
                 "QK-Clip leaves some attentions of this model as they are: they did not run when it was traced, and "
-                f"one rank cannot trace it again by itself: {which}."
+                f"one rank cannot trace it again by itself: {', '.join(map(printable, unplanned))}."
             )
             return
-        self.flush()
-        self._remove()
-        self._late.close()
         self._incomplete = 1 if self.steps - self._planned_at > LASTING else self._incomplete + 1
         if self._incomplete == MOST_INCOMPLETE:
             self._stay_traced("some of its attentions run, or run more often, at some steps only")
@@ -215,41 +207,30 @@ class QKClip:
         except InputError:  # no forward ran, as on a rank without data
             layers = {}
         refuse_foreign_parameters(self.model)  # it may have been wrapped since
-        axes = head_axes(axes_of(self.model, self._group), heads_of(layers))
-        report = clip_layers(self.model, layers, self.threshold, axes, self._frozen, check=self._check)
-        if not self._may_probe or not self._install(seen, layers, axes):
+        replicas = replicas_of(self.model, self._group, layers)
+        report = clip_layers(self.model, layers, self.threshold, replicas, self._frozen, check=self._check)
+        self._probed = self._with_probes(seen, layers, replicas) if self._may_probe else None
+        if self._probed is None:
             self._begin_trace()
-        if not report.heads and not report.left:
-            return None
-        self._last = report
-        return report
+        return self._newest([report] if report.heads or report.left else [])
 
-    def _install(self, seen: Seen, layers: dict[str, Layer], axes: list[Axis]) -> bool:
-        """Install probes if all ranks can; return False if the next step must be traced too."""
+    def _with_probes(self, seen: Seen, layers: dict[str, Layer], replicas: Replicas) -> ProbedClip | None:
+        """Install probes if all ranks can; return None if the next step must be traced too."""
         placement = Placement(self.model, seen.plan) if seen.plan is not None and layers else None
-        why, ran, differs = seen.obstacle, bool(layers), False
-        if placement is not None:
-            why = why_not_probed(placement, layers)
+        why = seen.obstacle if placement is None else why_not_probed(placement, layers)
         heads = {name: layer.heads for name, layer in layers.items()}
-        for axis in axes:
-            answers = axis.gathered((why, heads, ran))
-            why = next((theirs for theirs, _, _ in answers if theirs), "")
-            ran = all(each for *_, each in answers)
-            differs |= not axis.cut and any(theirs != heads for _, theirs, _ in answers)
-        if not ran or (differs and not why):
-            return False  # some rank ran no attention, or not all of them; try again at the next step
+        answers = replicas.gathered((why, heads))
+        why = next((theirs for theirs, _ in answers if theirs), "")
+        if not all(theirs for _, theirs in answers) or (not why and any(theirs != heads for _, theirs in answers)):
+            return None  # some rank ran no attention, or not all of them; try again at the next step
         if why or placement is None:
             self._stay_traced(why)
-            return False
-        self._late.close()
-        self._late = LateModules(placement)
+            return None
         self._planned_at = self.steps
-        self._probed = ProbedClip(placement, layers, self.threshold, axes, self._frozen, self._check)
-        return True
+        return ProbedClip(placement, layers, self.threshold, replicas, self._frozen, self._check)
 
     def _stay_traced(self, why: str) -> None:
         self._may_probe = False
-        self._late.close()
         self._warn_once(
             "QK-Clip runs this model uncompiled at every step and traces it, because no probes can be placed in it: "
             f"{why}."
@@ -260,7 +241,7 @@ class QKClip:
             self._warned.add(message)
             warnings.warn(message, NotInsideWarning, stacklevel=5)
 
-    def _deliver(self, reports: list[ClipReport]) -> ClipReport | None:
+    def _newest(self, reports: list[ClipReport]) -> ClipReport | None:
         if not reports:
             return None
         self._last = reports[-1]
