@@ -4,29 +4,28 @@ Each axis is identified by moving one step along it and following that to the pr
 axes is understood, and `k @ qᵀ` as well as `q @ kᵀ`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.numerics import wide_dtype
-from attnscale.tracing.coordinates import NOWHERE, Indices, Points, grid
-from attnscale.tracing.following import ProjectionPath, Trace, channels, follow, projection_path, row_of_parameter
-from attnscale.tracing.lineage import Node
-from attnscale.tracing.parameters import Origin
+from attnscale.tracing.coordinates import NOWHERE, Indices, Points
+from attnscale.tracing.following import Trace, channels, follow
+from attnscale.tracing.lineage import Node, moved
 from attnscale.tracing.roles import Product
-from attnscale.watching.gradients import key_owners_of
+
+FIRST = np.zeros(1, dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class ProductPoints:
+class ProductPoints(NamedTuple):
     """Coordinates in the product of points of the softmax's input; −1 for a point outside the product."""
 
     at: Points  # (points, rank of the product)
     factor: NDArray[np.float64]
-    shift: NDArray[np.float64]
+    shift: NDArray[np.float64]  # number that the model subtracted from the row, usually its maximum
     traces: list[Trace]
 
     @property
@@ -46,6 +45,55 @@ def points_in_product(node: Node, points: Points, product: Product) -> ProductPo
 
 
 @dataclass(frozen=True)
+class Operand:
+    """Queries or keys as an operand of the product: vector n of head [b, h] is its row `first[b, h] + step[n]`.
+
+    Rows count through all entries of the operand.
+    """
+
+    tensor: Tensor
+    lineage: Node
+    is_transposed: bool  # (…, features, rows)
+    first: Indices  # (batch, heads)
+    step: Indices  # (length,)
+
+    @property
+    def rows(self) -> int:
+        """Rows in each entry."""
+        return int(self.tensor.shape[-1 if self.is_transposed else -2])
+
+    def by_head(self, tensor: Tensor) -> Tensor:
+        """Return the operand, or its gradient, as (batch, heads, length, features), a view where possible."""
+        tensor = tensor.detach().mT if self.is_transposed else tensor.detach()
+        index = self.first[..., None] + self.step
+        if index.size * tensor.shape[-1] == tensor.numel() and (index.ravel() == np.arange(index.size)).all():
+            return tensor.reshape(*index.shape, -1)
+        entries, rows = (torch.from_numpy(each).to(tensor.device) for each in np.divmod(index, self.rows))
+        return tensor[rows] if tensor.dim() == 2 else tensor[entries, rows]
+
+    def node(self) -> Node:
+        """Return the lineage of by_head()."""
+        first, step, size, order = self.first, self.step, self.rows, [0, 2, 1] if self.is_transposed else [0, 1, 2]
+        rank, features = len(self.lineage.shape), self.lineage.shape[-2 if self.is_transposed else -1]
+
+        def back(points: Points) -> Points:
+            entries, rows = np.divmod(first[points[:, 0], points[:, 1]] + step[points[:, 2]], size)
+            return np.stack([entries, rows, points[:, 3]], axis=1)[:, order][:, -rank:]
+
+        return moved(self.lineage, (*first.shape, len(step), features), back)
+
+    def is_in_order(self, entries: Indices) -> bool:
+        """Return True if the vectors of each head are all rows of one of these entries, (batch, heads), in order."""
+        is_whole = np.array_equal(self.step, np.arange(self.rows))
+        return is_whole and bool((self.first == entries * self.rows).all())
+
+    @property
+    def entries(self) -> Indices:
+        """Entry of the operand that holds each head's vectors, (batch, heads)."""
+        return self.first // self.rows
+
+
+@dataclass(frozen=True)
 class Axes:
     """Meaning of each axis of a softmax's input."""
 
@@ -57,15 +105,8 @@ class Axes:
     other_axes: tuple[int, ...]
     keys_are_right: bool  # the keys are the columns of the product, as in q @ kᵀ
     columns: Indices  # index of each key in the product; −1 for a sink
-    groups: Indices  # (batch, heads): flat index, over the other axes, of each head of each entry
-    owners: Indices  # (heads): number of the key head of each query head; copies share a number
-    first_row: tuple[object, ...] = ()  # parameter row that makes the first head's query
-    over_pairs: bool = False  # the softmax runs over queries and keys at once
-    between_channels: bool = False  # the product sums over positions: channels attend to channels
-
-    @property
-    def kv_heads(self) -> int:
-        return int(self.owners.max()) + 1
+    over_pairs: bool  # the softmax runs over queries and keys at once
+    between_channels: bool  # the product sums over positions: channels attend to channels
 
     @property
     def length(self) -> int:
@@ -76,25 +117,54 @@ class Axes:
         """Index of the first key that is an element of the product."""
         return int(np.argmax(self.columns != NOWHERE))
 
-    def rows(self, groups: Indices, positions: Indices) -> Points:
-        """Return the points of these queries at the first key, (groups · positions, rank)."""
+    def followed(self, groups: Indices, positions: Indices) -> ProductPoints:
+        """Follow these queries of these heads, at the first key, to the product: (groups · positions) points.
+
+        `groups` are flat indices over the other axes.
+        """
         points = np.zeros((len(groups), len(positions), len(self.shape)), dtype=np.int64)
         for axis, index in _unravelled(groups, self.other_axes, self.shape):
             points[:, :, axis] = index[:, None]
         for axis, index in _unravelled(positions, self.query_axes, self.shape):
             points[:, :, axis] = index[None, :]
         points[:, :, self.key_axis] = self.first_key
-        return points.reshape(-1, len(self.shape))
+        return points_in_product(self.node, points.reshape(-1, len(self.shape)), self.product)
 
-    def operand_points(self, at: Points, queries: bool) -> Points:
-        """Return the first feature of the query, or key, behind these elements of the product."""
-        points = at.copy()
-        points[:, -1 if queries == self.keys_are_right else -2] = 0
-        return points
+    def is_right(self, queries: bool) -> bool:
+        """Return True if the queries, or the keys, are the right operand of the product."""
+        return queries != self.keys_are_right
 
-    def operand_node(self, queries: bool) -> Node:
-        """Return the node of the queries, or of the keys."""
-        return self.product.left_node if queries == self.keys_are_right else self.product.right_node
+    def rows_of(self, at: Points, queries: bool) -> Indices:
+        """Return the row of the query operand, or of the key operand, behind each element of the product."""
+        axis = -1 if self.is_right(queries) else -2
+        entries = at[:, 0] if at.shape[1] == 3 else 0
+        return np.asarray(entries * self.product.shape[axis] + at[:, axis])
+
+    def channels(self, at: Points, queries: bool) -> list[tuple[object, ...]]:
+        """Return the channel of the query, or of the key, behind each element of the product."""
+        is_right, points = self.is_right(queries), at.copy()
+        points[:, -2 if is_right else -1] = 0
+        return channels(self.product.right_node if is_right else self.product.left_node, points)
+
+    def key_channels(self, points: Points) -> list[tuple[object, ...]]:
+        """Return the channel of the key at each point of the softmax's input; empty for points outside the product."""
+        found = points_in_product(self.node, points, self.product)
+        keys = self.channels(np.maximum(found.at, 0), queries=False)
+        return [key if is_found else () for key, is_found in zip(keys, found.are_found, strict=True)]
+
+    def operand(self, queries: bool, first: Indices, step: Indices) -> Operand:
+        """Return the queries or keys of the product; `first` and `step` as in Operand."""
+        is_right, product = self.is_right(queries), self.product
+        tensor, node = (product.right, product.right_node) if is_right else (product.left, product.left_node)
+        return Operand(tensor, node, is_right, first, step)
+
+
+class Vectors(NamedTuple):
+    """Place of the queries and keys of each head."""
+
+    groups: Indices  # (batch, heads): flat index of each head, over the other axes of the softmax's input
+    query: Operand
+    key: Operand  # without sinks
 
 
 def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
@@ -123,12 +193,33 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
             return None  # heads and queries in one axis
         else:
             query_axes.append(other)
-    columns = keys.at[:, key_place]
-    bare = Axes(
-        product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, columns, grid(1), grid(1)[0],
-        over_pairs=_repeats_a_key(keys.at[keys.are_found], key_place), between_channels=between_channels,
+    over_pairs = _repeats_a_key(keys.at[keys.are_found], key_place)
+    return Axes(
+        product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, keys.at[:, key_place],
+        over_pairs, between_channels,
     )  # fmt: skip
-    return _with_heads(bare)
+
+
+def find_vectors(axes: Axes) -> Vectors | None:
+    """Return the place of each head's queries and keys; None if a row of scores is not followed to the product."""
+    count = int(np.prod([axes.shape[axis] for axis in axes.other_axes], dtype=np.int64))
+    starts = axes.followed(np.arange(count), FIRST)
+    if not starts.are_found.all():
+        return None
+    groups = by_head(axes.channels(starts.at, queries=True))
+    if groups is None:  # irregular: assume heads on the last axis
+        groups = np.arange(count).reshape(-1, axes.shape[axes.other_axes[-1]] if axes.other_axes else 1)
+    rows = axes.followed(groups[0, :1], np.arange(axes.length))
+    if not rows.are_found.all():
+        return None
+    along = axes.rows_of(rows.at, queries=True)
+    columns = axes.columns[axes.columns != NOWHERE]
+    query, key = (axes.rows_of(starts.at, queries)[groups] for queries in (True, False))
+    return Vectors(
+        groups,
+        axes.operand(True, query, along - along[0]),
+        axes.operand(False, key, columns - columns[0]),
+    )
 
 
 def _ends_along(product: Product, node: Node, first: Indices, axes: list[int]) -> Points:
@@ -171,35 +262,16 @@ def _is_another_head(product: Product, at: Points, query_place: int) -> bool:
     return first != second
 
 
-def _with_heads(bare: Axes) -> Axes | None:
-    count = int(np.prod([bare.shape[axis] for axis in bare.other_axes], dtype=np.int64))
-    at = points_in_product(bare.node, bare.rows(np.arange(count), np.zeros(1, dtype=np.int64)), bare.product)
-    if not at.are_found.all():
-        return None
-    query = channels(bare.operand_node(queries=True), bare.operand_points(at.at, queries=True))
-    groups = _by_head(query, bare)
-    first_row = row_of_parameter(query[groups[0, 0]])
-    return replace(bare, groups=groups, owners=_owners(bare, at.at[groups[0]]), first_row=first_row)
+def by_head(found: list[tuple[object, ...]]) -> Indices | None:
+    """Return the entries of a merged axis as (batch, heads), from their channels; None if they are irregular.
 
-
-def _owners(axes: Axes, at: Points) -> Indices:
-    points = np.concatenate([at, at])
-    for column, end in ((axes.first_key, slice(len(at))), (-1, slice(len(at), None))):
-        points[end, -1 if axes.keys_are_right else -2] = max(axes.columns[column], 0)
-    keys = channels(axes.operand_node(queries=False), axes.operand_points(points, queries=False))
-    return key_owners_of((keys[: len(at)], keys[len(at) :]), np.arange(len(at)))
-
-
-def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:
-    """Return group numbers as (batch, heads): groups made by one channel are one head in several batch entries."""
-    sizes = [axes.shape[axis] for axis in axes.other_axes]
-    order: dict[tuple[object, ...], list[int]] = {}
-    for group, key in enumerate(keys):
-        order.setdefault(key, []).append(group)
-    members = list(order.values())
-    if len({len(member) for member in members}) == 1:
-        return np.array(members).T
-    return np.arange(len(keys)).reshape(-1, sizes[-1] if sizes else 1)  # irregular: assume heads on the last axis
+    Entries of one channel are one head in several batch entries.
+    """
+    members: dict[tuple[object, ...], list[int]] = {}
+    for entry, channel in enumerate(found):
+        members.setdefault(channel, []).append(entry)
+    same = len({len(each) for each in members.values()}) == 1
+    return np.array(list(members.values())).T if same else None
 
 
 def _unravelled(index: Indices, axes: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, Indices]]:
@@ -207,103 +279,7 @@ def _unravelled(index: Indices, axes: tuple[int, ...], shape: tuple[int, ...]) -
     return list(zip(axes, (np.asarray(part) for part in parts), strict=True))
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Both operands of a product at some rows: `groups` are flat indices of heads, `positions` are queries."""
-
-    axes: Axes
-    groups: Indices
-    positions: Indices
-    product_points: ProductPoints
-
-    @classmethod
-    def of(cls, axes: Axes, groups: Indices, positions: Indices) -> "Operands":
-        """Follow these rows to the product."""
-        return cls(axes, groups, positions, points_in_product(axes.node, axes.rows(groups, positions), axes.product))
-
-    @property
-    def multiplier(self) -> NDArray[np.float64]:
-        """Factor between the product and the softmax, (groups, rows)."""
-        return self._by_group(self.product_points.factor) * self.axes.product.alpha
-
-    @property
-    def shift(self) -> NDArray[np.float64]:
-        """Number that the model subtracted from each row, usually its maximum, (groups, rows)."""
-        return self._by_group(self.product_points.shift)
-
-    def _by_group(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return values.reshape(len(self.groups), len(self.positions))
-
-    def path(self, queries: bool) -> ProjectionPath:
-        """Return the operations on queries, or keys, since their projection; factors are (groups, rows)."""
-        points = self.axes.operand_points(self.product_points.at, queries)
-        found = projection_path(follow(self.axes.operand_node(queries), points), len(points))
-        return found._replace(factor=self._by_group(found.factor))
-
-    def origin(self, queries: bool) -> Origin:
-        """Return the origin of these queries, or of the first and last two keys; groups are of one batch entry."""
-        axes, rows = self.axes, len(self.positions)
-        node, axis = axes.operand_node(queries), -1 if queries == axes.keys_are_right else -2
-        if queries:
-            at = np.concatenate([self.product_points.at[::rows], self.product_points.at[rows - 1 :: rows]])
-        else:
-            shown = axes.columns[axes.columns != NOWHERE]
-            ends = np.unique(np.clip([0, 1, len(shown) - 2, len(shown) - 1], 0, len(shown) - 1))
-            at = np.concatenate([self.product_points.at[::rows]] * len(ends))
-            at[:, -1 if axes.keys_are_right else -2] = np.repeat(shown[ends], len(self.groups))
-        return Origin(node, axes.operand_points(at, queries), len(self.groups), axis, node.shape[axis])
-
-    def queries(self) -> Tensor:
-        """Return the queries in the product, (groups, rows, features)."""
-        product, at = self.axes.product, self.product_points.at
-        operand, row = (product.left, -2) if self.axes.keys_are_right else (product.right.mT, -1)
-        chosen = (
-            operand[_on(operand, at[:, row])] if operand.dim() == 2 else operand[_on(operand, at[:, 0], at[:, row])]
-        )
-        return _wide(chosen).unflatten(0, (len(self.groups), -1))  # type: ignore[no-any-return]
-
-    def keys(self, chosen: Indices | None = None) -> Tensor:
-        """Return all or the chosen keys in the product, (groups, keys, features)."""
-        product, columns = self.axes.product, self.axes.columns[self.axes.columns != NOWHERE]
-        columns = columns if chosen is None else columns[chosen]
-        operand = product.right.mT if self.axes.keys_are_right else product.left
-        if operand.dim() == 2:
-            return _wide(operand[_on(operand, columns)]).expand(len(self.groups), -1, -1)
-        entries = self.product_points.at[:: len(self.positions), 0]
-        return _wide(operand[_on(operand, entries[:, None], columns[None, :])])
-
-    def predicted(self, softcap: float | None = None) -> Tensor:
-        """Return scores predicted from the product, multiplier and soft-cap, without biases: (groups, rows, keys)."""
-        scores = self.queries() @ self.keys().mT
-        scores = scores * torch.from_numpy(self.multiplier).to(scores).unsqueeze(-1)
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        if scores.shape[-1] == len(self.axes.columns):
-            return scores
-        whole = scores.new_zeros(*scores.shape[:2], len(self.axes.columns))
-        whole[..., torch.from_numpy(self.axes.columns != NOWHERE)] = scores
-        return whole
-
-
-def key_channels(product: Product, node: Node, points: Points) -> list[tuple[object, ...]]:
-    """Return the channel of the key at each point of a softmax's input; empty for points outside the product."""
-    product_points = points_in_product(node, points, product)
-    found: list[tuple[object, ...]] = [()] * len(points)
-    at = product_points.at[product_points.are_found]
-    at[:, -2] = 0
-    for index, key in zip(np.flatnonzero(product_points.are_found), channels(product.right_node, at), strict=True):
-        found[index] = key
-    return found
-
-
 def channels_of(product: Product) -> list[tuple[object, ...]]:
     """Return the channels of a product's first query and first key."""
     nodes = (product.left_node, product.right_node)
     return [channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0] for node in nodes]
-
-
-def _on(tensor: Tensor, *index: Indices) -> tuple[Tensor, ...]:
-    return tuple(torch.from_numpy(np.ascontiguousarray(part)).to(tensor.device) for part in index)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(wide_dtype(tensor))

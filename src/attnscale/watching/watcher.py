@@ -19,15 +19,12 @@ from attnscale.tracing.following import are_outputs_of_one_projection
 from attnscale.tracing.lineage import Lineage, Node, shape_of
 from attnscale.tracing.roles import MixedValues, Scores, Softmax
 from attnscale.tracing.softmaxes import OF_SDPA, PLAIN
-from attnscale.watching.axes import find_axes, key_channels
-from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall, OpTraits, kernel_calls, traits_of
 from attnscale.watching.layer import MeasuredCall
 from attnscale.watching.layout import factors_before, own_factors, written_plan
 from attnscale.watching.missed import MissedAttention, QueryKeyNorms, modules_that_never_attended
 from attnscale.watching.module_stack import ModuleStack
 from attnscale.watching.plan import PlanRecorder
-from attnscale.watching.saved_call import save_values
 from attnscale.watching.seen import Seen
 from attnscale.watching.written_call import WrittenCall, written_call
 
@@ -252,8 +249,7 @@ class Reporter:
             self._note_run(module)
             self._plan.add_kernel(module, line, call, seen)
         if torch.is_grad_enabled():
-            query, key, by_head = call.heads_in_batch or (call.query, call.key, lambda gradient: gradient)
-            seen.gradients = GradientLengths.followed(query, key, seen.heads, seen.key_owners, by_head)
+            seen.gradients = call.gradients()
         self._seen.note(".".join(filter(None, (module, call.inside))), line, seen, depth)
         return seen.softmax
 
@@ -262,7 +258,7 @@ class Reporter:
         self.softmaxes += 1
         axis %= max(scores.dim(), 1)
         product = node.role.of if isinstance(node.role, Scores) else None
-        call = None if product is None else written_call(find_axes(product, node, axis), scores)
+        call = None if product is None else written_call(product, node, axis, scores)
         if product is None or call is None:
             if product is not None:  # other softmaxes are reported if they mix values
                 self._plan.give_up("a softmax of a product could not be followed")
@@ -282,22 +278,23 @@ class Reporter:
             lambda: self._seen.note(path, line, seen, depth),
             waits=product.learned_query,
             rank=scores.dim(),
-            keys_of=(lambda points: key_channels(product, node, points)) if call.shares_keys else None,
+            keys_of=call.axes.key_channels if call.shares_keys else None,
         )
         if seen.kept is not None:
-            seen.softmax.keep_values = partial(save_values, call.axes, seen.kept)
+            seen.softmax.keep_values = partial(call.save_values, seen.kept)
         product.has_softmax = True
         return seen.softmax
 
     def _record(self, call: WrittenCall, seen: MeasuredCall, path: str, by: str, shape: tuple[int, ...]) -> None:
         """Record a call in the plan: one of SDPA, or of a plain softmax of scores with this shape."""
-        planned = None
+        planned = factors = None
         if by == OF_SDPA:
-            seen.factors = factors_before(call, seen, shape)
+            factors = factors_before(call, seen, shape)
         elif by == PLAIN and not call.axes.product.learned_query:
             planned = written_plan(call, seen, shape)
-            seen.factors = None if planned is None else tuple(path.factor.mean(1) for path in call.paths)
-        if seen.factors is not None:
+            factors = None if planned is None else seen.factors
+        seen.factors = factors
+        if factors is not None:
             seen.highest_bias = 0.0  # any remainder is rounding
         self._note_run(path)
         self._plan.add_written(path, self._stack.line_within(path), seen, planned)
