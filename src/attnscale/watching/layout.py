@@ -88,8 +88,8 @@ class WrittenPlan:
 
 def written_plan(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> WrittenPlan | None:
     """Return the plan of a call with scores of this shape; None if no probe can be placed."""
-    layout = layout_of(call) if call.axes.shape == shape and is_only_a_product(call, seen) else None
-    if layout is None or not layout.fits(call.scores, call.axes.product.left, call.axes.product.right):
+    layout = layout_of(call) if call.axes.source.shape == shape and is_only_a_product(call, seen) else None
+    if layout is None:
         return None
     _, visible = call.rows_at(call.probe)
     return WrittenPlan(layout, call.multiplier.mean(1), call.trace.constant, visible is not None)
@@ -111,18 +111,14 @@ def is_only_a_product(call: "WrittenCall", seen: "MeasuredCall") -> bool:
 
 def layout_of(call: "WrittenCall") -> Layout | None:
     """Return the layout of a call; None if no Layout describes it."""
-    axes, groups = call.axes, call.groups
-    if axes.product.left.dim() != 3 or len(axes.query_axes) != 1 or call.sink_columns != (0, 0):
+    axes = call.axes
+    if call.product.left.dim() != 3 or not axes.is_in_order or axes.query_axes != 1 or call.sink_columns != (0, 0):
         return None
-    if not all(operand.is_in_order(groups) for operand in call.operands):
-        return None
-    last = (*axes.query_axes, axes.key_axis)
-    lead = [axis for axis in range(len(axes.shape)) if axis not in (*axes.other_axes, *last)] + list(axes.other_axes)
-    batch, heads = groups.shape
+    batch, heads = axes.groups.shape
     every = np.arange(batch * heads)
-    for heads_are_first, order in ((False, every.reshape(batch, heads)), (True, every.reshape(heads, batch).T)):
-        if (groups == order).all():
-            return Layout((*lead, *last), heads, heads_are_first, axes.keys_are_right)
+    for heads_are_first, groups in ((False, every.reshape(batch, heads)), (True, every.reshape(heads, batch).T)):
+        if (axes.groups == groups).all():
+            return Layout(axes.order, heads, heads_are_first, not axes.view.is_turned)
     return None
 
 
@@ -144,10 +140,10 @@ def factors_before(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> "
 
     None if the call must be traced at every step, for example with axes other than (batch, heads, queries, keys).
     """
-    own = own_factors(call.axes.product)
+    own = own_factors(call.product)
     if own is None or seen.factors is None or not is_only_a_product(call, seen):
         return None
-    if call.axes.shape != shape or layout_of(call) != Layout(ORDER, shape[1], False, True):
+    if call.axes.source.shape != shape or layout_of(call) != Layout(ORDER, shape[1], False, True):
         return None
     query, key = seen.factors
     return query / own.query, key / own.key

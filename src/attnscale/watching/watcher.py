@@ -290,7 +290,7 @@ class Reporter:
         planned = factors = None
         if by == OF_SDPA:
             factors = factors_before(call, seen, shape)
-        elif by == PLAIN and not call.axes.product.learned_query:
+        elif by == PLAIN and not call.product.learned_query:
             planned = written_plan(call, seen, shape)
             factors = None if planned is None else seen.factors
         seen.factors = factors

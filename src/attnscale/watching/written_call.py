@@ -14,21 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.numerics import HALF_DTYPES, constant_on, wide_dtype
-from attnscale.tracing.coordinates import NOWHERE, grid
-from attnscale.tracing.following import Trace, follow
+from attnscale.tracing.coordinates import NOWHERE, grid, reshaped
+from attnscale.tracing.following import Trace, channels, follow
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Product, Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
-from attnscale.watching.axes import (
-    Axes,
-    Operand,
-    ProductPoints,
-    channels_of,
-    find_axes,
-    find_vectors,
-    points_in_product,
-)
+from attnscale.watching.axes import Axes, ProductPoints, ProductView, find_axes
 from attnscale.watching.call import AttentionCall, Scored
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import COMPUTED, Reading, Wiring
@@ -43,14 +35,10 @@ FACTOR_OF_ONE = 1e-6
 def written_call(product: Product, node: Node, axis: int, scores: Tensor) -> "WrittenCall | None":
     """Return the attention of a softmax over this axis of `scores`; None if these cannot be followed to the product."""
     axes = find_axes(product, node, axis)
-    vectors = None if axes is None else find_vectors(axes)
-    if axes is None or vectors is None:
+    if axes is None:
         return None
-    groups, query, key = vectors
-    return WrittenCall(
-        "eager", query.by_head(query.tensor), key.by_head(key.tensor), query.node(), key.node(),
-        axes, groups, (query, key), scores.detach().reshape(axes.shape), axes.over_pairs,
-    )  # fmt: skip
+    scores = axes.scores_by_group(scores.detach().reshape(axes.source.shape))
+    return WrittenCall("eager", *axes.query, *axes.key, product, axes, scores, axes.over_pairs)
 
 
 @dataclass(frozen=True)
@@ -59,28 +47,27 @@ class WrittenCall(AttentionCall):
 
     kind: str
     query: Tensor
-    key: Tensor
     query_node: Node | None
+    key: Tensor
     key_node: Node | None
+    product: Product
     axes: Axes
-    groups: NDArray[np.int64]  # (batch, heads): flat index of each head, over the other axes of the scores
-    operands: tuple[Operand, Operand]  # queries and keys in the product
-    scores: Tensor
+    scores: Tensor  # (…, queries, columns), by group
     over_pairs: bool
 
     @property
     def heads(self) -> int:
-        return int(self.groups.shape[1])
+        return self.query.shape[1]
 
     @property
     def shares_keys(self) -> bool:
         """True if several query heads share a key, in a product q @ kᵀ."""
-        return self.axes.keys_are_right and 1 < int(self.owners.max()) + 1 < self.heads
+        return not self.axes.view.is_turned and 1 < int(self.owners.max()) + 1 < self.heads
 
     @cached_property
     def probed(self) -> ProductPoints:
         """The first key of the probed rows of every head of the first batch entry."""
-        return self.axes.followed(self.groups[0], self.probe.numpy())
+        return self.axes.followed(self.axes.groups[0], self.probe.numpy())
 
     @property
     def trace(self) -> Trace:
@@ -89,17 +76,17 @@ class WrittenCall(AttentionCall):
 
     def scored(self, rows: int | None) -> Scored:
         """Measure the scores."""
-        axes, trace = self.axes, self.trace
+        product, trace = self.product, self.trace
+        batch, heads, length, _ = self.query.shape
         scores, visible = self.rows_at(self.probe)
-        batch, heads = self.groups.shape
-        by_row = Rows(batch, heads, axes.length, scores.shape[-1], visible is not None, self.rows_at)
+        by_row = Rows(batch, heads, length, scores.shape[-1], visible is not None, self.rows_at)
         shown = self._in_product.expand(scores.shape) if visible is None else visible & self._in_product
         inert = inert_fill(trace, scores[0], shown[0])
         shown = shown if inert is None else shown & (scores != inert)
         hidden = None if visible is None else by_row.keys_nobody_sees(self.probe)
         hidden = None if hidden is None else hidden[:, self._in_product]
         padding = None
-        if hidden is not None and hidden.shape[-1] == axes.length and self.is_self_attention:
+        if hidden is not None and hidden.shape[-1] == length and self.is_self_attention:
             padding = hidden
         predicted = self.predicted
         fitted = fit(predicted, scores[0], shown[0]) if self.is_pure else None
@@ -107,14 +94,14 @@ class WrittenCall(AttentionCall):
             by_row.without(padding).measure(rows, self.highest),
             self.multiplier if fitted is None else corrected(self.multiplier, fitted.slope.cpu().numpy()),
             self.softcap,
-            visible is not None and looks_causal(visible[..., self._in_product], self.probe, axes.length),
+            visible is not None and looks_causal(visible[..., self._in_product], self.probe, length),
             hidden,
             padding,
             Wiring(
                 biased=self._adds and _stands_out(scores[0] - predicted, scores[0], shown[0]),
                 bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
-                softcap_discarded=axes.product.capped and self.softcap is None and not axes.product.times_own_tanh,
-                softcap_unbounded=axes.product.times_own_tanh and self.softcap is None,
+                softcap_discarded=product.capped and self.softcap is None and not product.times_own_tanh,
+                softcap_unbounded=product.times_own_tanh and self.softcap is None,
             ),
             self.highest_bias(scores[0], shown[0]),
             reading_of(self, inert),
@@ -126,21 +113,21 @@ class WrittenCall(AttentionCall):
     @property
     def head_dim(self) -> int:
         """Number of multiplied features, over all products: some attentions add products of two kinds of features."""
-        return int(sum(part.left.shape[-1] for part in (self.axes.product, *self._parts)))
+        return int(sum(part.left.shape[-1] for part in (self.product, *self._parts)))
 
     @cached_property
     def _parts(self) -> list[Product]:
         """Products of other features of the same queries and keys, added with the same scale."""
         if not self.trace.other_scores:
             return []
-        own, parts = set(channels_of(self.axes.product)), []
+        own, parts = set(_first_channels(self.product)), []
         for node, factor in self.trace.other_scores:
             if not isinstance(node.role, Scores) or node.role.of.has_softmax:
                 continue
             product = node.role.of
-            if own.intersection(theirs := channels_of(product)) or () in theirs:
+            if own.intersection(theirs := _first_channels(product)) or () in theirs:
                 continue  # a positional term: the same query, or key, times positions
-            first = points_in_product(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
+            first = ProductView(product, is_turned=False).points(node, np.zeros((1, len(node.shape)), dtype=np.int64))
             total = first.factor[0] * factor * product.alpha
             if first.are_found.all() and np.isclose(total, self.multiplier.flat[0], rtol=1e-4):
                 parts.append(product)
@@ -149,7 +136,7 @@ class WrittenCall(AttentionCall):
     @property
     def biases(self) -> tuple[tuple[Tensor, float], ...]:
         """Operands added to the scores, each with the factor that multiplied it afterwards."""
-        bias = self.axes.product.bias
+        bias = self.product.bias
         own = () if bias is None else ((bias, float(self.probed.factor.mean())),)
         return self.trace.biases + own
 
@@ -161,7 +148,7 @@ class WrittenCall(AttentionCall):
     @property
     def multiplier(self) -> NDArray[np.float64]:
         """Factor between the product and the softmax, (heads, probed rows)."""
-        return self.probed.factor.reshape(self.heads, -1) * self.axes.product.alpha
+        return self.probed.factor.reshape(self.heads, -1) * self.product.alpha
 
     @cached_property
     def predicted(self) -> Tensor:
@@ -172,7 +159,7 @@ class WrittenCall(AttentionCall):
         """Return the predicted scores of these rows, without biases, (batch, heads, rows, columns); zero for sinks."""
         query, key = self.query[entries, :, positions.to(self.query.device)], self.key[entries]
         scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT
-        factor = found.factor.reshape(*scores.shape[:3], 1) * self.axes.product.alpha
+        factor = found.factor.reshape(*scores.shape[:3], 1) * self.product.alpha
         scores = scores * torch.from_numpy(factor).to(scores)
         scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
         if self._has_no_sinks:
@@ -183,7 +170,7 @@ class WrittenCall(AttentionCall):
 
     @property
     def _adds(self) -> bool:
-        return self.trace.added or self.axes.product.bias is not None
+        return self.trace.added or self.product.bias is not None
 
     @property
     def is_pure(self) -> bool:
@@ -193,8 +180,7 @@ class WrittenCall(AttentionCall):
 
     def gradients(self, factor: float = 1.0) -> GradientLengths:
         """Add gradient hooks to the operands of the product; `factor` undoes SDPA's own factor."""
-        query, key = self.operands
-        entries = query.entries
+        entries, product = self.axes.entries, self.product
         if len(np.unique(entries)) < entries.size:
             return GradientLengths()  # several heads share one entry
 
@@ -202,7 +188,8 @@ class WrittenCall(AttentionCall):
             whole = gradient.reshape(-1, *gradient.shape[-2:])
             return factor * whole[constant_on(gradient.device, entries)]
 
-        return GradientLengths.followed(query.tensor, key.tensor, self.owners, by_head)
+        operands = (product.right, product.left) if self.axes.view.is_turned else (product.left, product.right)
+        return GradientLengths.followed(*operands, self.owners, by_head)
 
     def find_origins(self) -> Origins:
         """Return the origins of queries and keys; empty for a sum of products or for mixed heads."""
@@ -243,37 +230,26 @@ class WrittenCall(AttentionCall):
             return
         axes, (entries, *sizes) = self.axes, weights.shape
         points = grid(entries, 1, sizes[1]) if side else grid(entries, sizes[0], 1)
-        place = np.full(self.groups.size, NOWHERE)
+        place = np.full(axes.groups.size, NOWHERE)
         for trace in follow(weights, points):
             if trace.node.role is not weights.role:
                 return
-            at = np.unravel_index(np.ravel_multi_index(tuple(trace.points.T), trace.node.shape), axes.shape)
-            group = np.zeros_like(at[0])
-            for axis in axes.other_axes:
-                group = group * axes.shape[axis] + at[axis]
-            place[group] = points[trace.index, 0]
+            at = reshaped(axes.source.shape, trace.node.shape)(trace.points)
+            place[axes.group_of(at)] = points[trace.index, 0]
         keys = values.shape[1]
         if (place == NOWHERE).any() or keys not in (self.key.shape[2], len(axes.columns)):
             return
-        found = values.detach()[place[self.groups]].to(saved.query.dtype)
+        found = values.detach()[place[axes.groups]].to(saved.query.dtype)
         saved.value = F.pad(found, (0, 0, *self.sink_columns)) if keys < len(axes.columns) else found
 
-    @cached_property
-    def _by_group(self) -> Tensor:
-        axes = self.axes
-        moving = (*axes.other_axes, *axes.query_axes, axes.key_axis)
-        single = [axis for axis in range(len(axes.shape)) if axis not in moving]
-        view = self.scores.permute(*single, *moving)
-        return view.flatten(-1 - len(axes.query_axes), -2) if axes.query_axes else view.unsqueeze(-2)
-
     def _by_head(self, groups: Tensor) -> Tensor:
-        """Return values of flat (batch, head) groups as (batch, heads, …)."""
-        return groups[constant_on(groups.device, self.groups)]
+        """Return values of each group, (…, rows or 1, columns or 1), as (batch, heads, rows, columns)."""
+        return groups.reshape(-1, *groups.shape[-2:])[constant_on(groups.device, self.axes.groups)]
 
     def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores of these rows, (batch, heads, rows, keys), and which of them are visible; None: all."""
-        chosen = self._by_group.index_select(-2, positions.to(self.scores.device))
-        scores = self._by_head(chosen.reshape(-1, *chosen.shape[-2:])).to(wide_dtype(chosen))
+        chosen = self.scores.index_select(-2, positions.to(self.scores.device))
+        scores = self._by_head(chosen).to(wide_dtype(chosen))
         may_hide = self.trace.fills or self._shifted or self.finite_gaps
         if scores.device.type == "cpu" and scores.numel() and not may_hide and bool(scores.amin() > NEVER_A_SCORE):
             return scores, None
@@ -282,7 +258,7 @@ class WrittenCall(AttentionCall):
             if NEVER_A_SCORE < fill <= -HIDING_GAP:
                 hidden |= torch.isclose(scores, scores.new_tensor(fill), rtol=1e-3)
         if self._shifted or self.finite_gaps:
-            found = self.axes.followed(self.groups.ravel(), positions.numpy())
+            found = self.axes.followed(self.axes.groups.ravel(), positions.numpy())
             scores = scores + torch.from_numpy(found.shift).to(scores).view(*scores.shape[:3], 1)
             for gap, highest in self.finite_gaps:
                 hidden |= hidden_by(scores - self._predicted(positions, found, slice(None)), gap, highest)
@@ -303,7 +279,7 @@ class WrittenCall(AttentionCall):
         """Return the largest score of each head; inf if rows were shifted."""
         if self._shifted:
             return torch.full((self.heads,), torch.inf, dtype=torch.float64)
-        return self._by_head(self._by_group.amax((-2, -1)).reshape(-1)).amax(0).double()
+        return self._by_head(self.scores.amax((-2, -1), keepdim=True)).amax((0, 2, 3)).double()
 
 
 def corrected(multiplier: NDArray[np.float64], slope: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -383,3 +359,9 @@ def _stands_out(rest: Tensor, scores: Tensor, visible: Tensor) -> bool:
     if rest.numel() < 2 or not bool(torch.isfinite(rest).all()):
         return False
     return bool(rest.std() > VISIBLE_BIAS * scores.std())
+
+
+def _first_channels(product: Product) -> list[tuple[object, ...]]:
+    """Return the channels of a product's first query and first key."""
+    nodes = (product.left_node, product.right_node)
+    return [channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0] for node in nodes]
