@@ -3,6 +3,7 @@
 Batch size and lengths may change between steps; the order of axes may not.
 """
 
+import json
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -22,12 +23,9 @@ if TYPE_CHECKING:
     from attnscale.watching.written_call import WrittenCall
 
 ORDER = (0, 1, 2, 3)  # axes of (batch, heads, queries, keys)
-PARTS = ";"  # separates the fields of a code
-AXES = ","
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Order of axes in a softmax's input, and in the 3-d operands of the product behind it."""
 
     order: tuple[int, ...]  # axes of the scores: batch and heads first, then queries, then keys
@@ -37,9 +35,8 @@ class Layout:
 
     @property
     def code(self) -> str:
-        """The layout as text, which a compiled graph can store as a constant."""
-        flags = (int(flag) for flag in (self.heads_are_first, self.keys_are_right))
-        return PARTS.join(map(str, (AXES.join(map(str, self.order)), self.heads, *flags)))
+        """The layout as text without spaces, which a compiled graph can store as a constant."""
+        return json.dumps(self, separators=(",", ":"))
 
     def scores_by_head(self, scores: Tensor) -> Tensor:
         """Return scores as (batch, heads, queries, keys), a view where possible."""
@@ -70,10 +67,9 @@ class Layout:
 
 @cache
 def layout_from(code: str) -> Layout:
-    """Parse the code of a layout."""
-    order, heads, *flags = code.split(PARTS)
-    first, right = (bool(int(flag)) for flag in flags)
-    return Layout(tuple(map(int, order.split(AXES))), int(heads), first, right)
+    """Return the layout with this code."""
+    order, *others = json.loads(code)
+    return Layout(tuple(order), *others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,17 +118,13 @@ def layout_of(call: "WrittenCall") -> Layout | None:
     return None
 
 
-class OwnFactors(NamedTuple):
-    """Factors by which SDPA multiplied queries and keys: √|scale|, the query's with the sign of the scale."""
+def own_factors(product: Product) -> tuple[float, float] | None:
+    """Return the factors by which SDPA multiplied queries and keys: √|scale|, the query's with the sign of the scale.
 
-    query: float
-    key: float
-
-
-def own_factors(product: Product) -> OwnFactors | None:
-    """Return SDPA's own factors in a product; None if its operations are not recognised."""
+    None if its operations are not recognised.
+    """
     query, key = _multiplied_last(product.left_node), _multiplied_last(product.right_node)
-    return None if query is None or key is None or not math.isclose(abs(query), key) else OwnFactors(query, key)
+    return None if query is None or key is None or not math.isclose(abs(query), key) else (query, key)
 
 
 def factors_before(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> "tuple[Factors, Factors] | None":
@@ -146,7 +138,7 @@ def factors_before(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> "
     if call.axes.source.shape != shape or layout_of(call) != Layout(ORDER, shape[1], False, True):
         return None
     query, key = seen.factors
-    return query / own.query, key / own.key
+    return query / own[0], key / own[1]
 
 
 def _multiplied_last(node: Node) -> float | None:

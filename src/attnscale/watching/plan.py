@@ -141,6 +141,7 @@ class PlanRecorder:
         elif seen.factors is None:
             self._fall_back(path, "its scores are not a plain multiple of q·k")
         else:
+            seen.highest_bias = 0.0  # any remainder is rounding
             self._add(path, line, seen, layout, len(seen.factors[1]))
 
     def _is_seen_by_probes(self, path: str) -> bool:

@@ -5,7 +5,7 @@ The multiplier of q·k is read from the operations in between and checked agains
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,10 +89,14 @@ class WrittenCall(AttentionCall):
         if hidden is not None and hidden.shape[-1] == length and self.is_self_attention:
             padding = hidden
         predicted = self.predicted
-        fitted = fit(predicted, scores[0], shown[0]) if self.is_pure else None
+        multiplier, explained = self.multiplier, 1.0
+        if self.is_pure:
+            slope, share = (each.cpu().numpy() for each in fit(predicted, scores[0], shown[0]))
+            multiplier = multiplier * np.where(np.abs(slope - 1) > DISAGREEMENT, slope, 1.0)[:, None]
+            explained = 1.0 if self.query.dtype in HALF_DTYPES else float(share.min())
         return Scored(
             by_row.without(padding).measure(rows, self.highest),
-            self.multiplier if fitted is None else corrected(self.multiplier, fitted.slope.cpu().numpy()),
+            multiplier,
             self.softcap,
             visible is not None and looks_causal(visible[..., self._in_product], self.probe, length),
             hidden,
@@ -107,7 +111,7 @@ class WrittenCall(AttentionCall):
             reading_of(self, inert),
             None if self._has_no_sinks else scores[0][..., ~self._in_product].amax((-2, -1)).double().cpu(),
             by_row,
-            1.0 if fitted is None or self.query.dtype in HALF_DTYPES else float(fitted.explained.min()),
+            explained,
         )
 
     @property
@@ -282,39 +286,21 @@ class WrittenCall(AttentionCall):
         return self._by_head(self.scores.amax((-2, -1), keepdim=True)).amax((0, 2, 3)).double()
 
 
-def corrected(multiplier: NDArray[np.float64], slope: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the multiplier, (heads, rows), times the fitted slope of each head where the two disagree."""
-    return multiplier * np.where(np.abs(slope - 1) > DISAGREEMENT, slope, 1.0)[:, None]
-
-
-class Fit(NamedTuple):
-    """Linear fit of scores on their prediction, one value per head."""
-
-    slope: Tensor
-    explained: Tensor  # R²
-
-
 def reading_of(call: WrittenCall, fill: float | None) -> Reading:
     """Return facts about the operations between the product and the softmax."""
-    trace, after = call.trace, call.trace.after_caps
+    trace, cap, after = call.trace, call.softcap, call.trace.after_caps
+    flags = (added * by for bias, by in call.biases if (added := flags_added(bias)) is not None)
+    masks = (each <= -HIDING_GAP if isinstance(each, float) else hiding_gap(each) for each in trace.under_cap)
     return Reading(
         unread=_unread(call),
         learned_terms=trace.learned_terms,
         learned_factor=trace.learned_factor,
         dropped=trace.dropped,
         inert_fill=fill,
-        capped_mask=capped_mask(trace, call.softcap),
-        inert_added=next((added * by for bias, by in call.biases if (added := flags_added(bias)) is not None), None),
+        capped_mask=-cap if cap is not None and any(masks) else None,
+        inert_added=next(flags, None),
         scale_after_cap=float(np.prod(after[:-1])) if trace.caps and len(after) > 1 else None,
     )
-
-
-def capped_mask(trace: Trace, cap: float | None) -> float | None:
-    """Return the value of masked scores after a soft-cap; None if none was masked before it."""
-    hides = (
-        each <= -HIDING_GAP if isinstance(each, float) else hiding_gap(each) is not None for each in trace.under_cap
-    )
-    return -cap if cap is not None and any(hides) else None
 
 
 def inert_fill(trace: Trace, scores: Tensor, shown: Tensor) -> float | None:
@@ -326,8 +312,11 @@ def inert_fill(trace: Trace, scores: Tensor, shown: Tensor) -> float | None:
     return None
 
 
-def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> Fit:
-    """Fit scores (heads, rows, keys) on their prediction, each row with its own intercept."""
+def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit scores (heads, rows, keys) on their prediction, each row with its own intercept.
+
+    Return the slope and the explained share of the variance, R², of each head.
+    """
     both = torch.stack([predicted, scores]).double()
     if shown.device.type == "cpu" and bool(shown.all()):  # not on a GPU, where this would synchronise
         both -= both.mean(-1, keepdim=True)
@@ -337,7 +326,7 @@ def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> Fit:
         both = (both - both.sum(-1, keepdim=True) / count).masked_fill(~shown, 0.0)
     x, y = both.flatten(2)
     together, own, total = (x * y).sum(-1), x.square().sum(-1), y.square().sum(-1)
-    return Fit(_or_one(together / own), _or_one(together.square() / (own * total)))
+    return _or_one(together / own), _or_one(together.square() / (own * total))
 
 
 def _or_one(values: Tensor) -> Tensor:
