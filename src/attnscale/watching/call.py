@@ -18,12 +18,14 @@ from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origin, Origins, released
 from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.gradients import key_owners_of
-from attnscale.watching.layer import Factors, MeasuredCall, Reading, Wiring, differs_by_row
+from attnscale.watching.layer import Factors, MeasuredCall, Reading, Wiring
 from attnscale.watching.rows import Rows, spread_positions
 from attnscale.watching.saved_call import SavedCall, added_to
 
 PROBED_ROWS = 4  # rows of each head that are followed to their projection
 NORMED_ROWS = 64
+COMPUTED = "its multiplier is computed from activations"
+ROW_TO_ROW = 0.01  # relative; rounding changes a multiplier that all rows share by less
 EXPLAINED = 0.9  # least share of the variance of scores that q·k must explain, if nothing else is in them
 
 
@@ -129,7 +131,7 @@ class AttentionCall:
             query_norm = _before(query_norm, query_path)
         signed = query_path.signed_factor.mean(1), key_path.signed_factor.mean(1)
         scales = signed[0] * signed[1] * np.atleast_1d(found.multiplier).mean(-1)
-        of_paths = Reading.of_paths(query_path, key_path)
+        sides = {"queries": query_path, "keys": key_path}
         return MeasuredCall(
             kind=self.kind,
             heads=heads,
@@ -160,10 +162,10 @@ class AttentionCall:
             factors=self._constant_factors(),
             reading=replace(
                 found.reading,
-                unread=(found.reading.unread or of_paths.unread or differs_by_row(multipliers) or _unexplained(found)),
-                learned_factor=found.reading.learned_factor or of_paths.learned_factor,
-                detached=of_paths.detached,
-                rescaled=of_paths.rescaled,
+                unread=found.reading.unread or _lost(sides) or _differs_by_row(multipliers) or _unexplained(found),
+                learned_factor=found.reading.learned_factor or query_path.learned_factor or key_path.learned_factor,
+                detached=tuple(side for side, path in sides.items() if path.detached),
+                rescaled=tuple(side for side, path in sides.items() if path.normalised or path.learned_factor),
             ),
         )
 
@@ -227,6 +229,25 @@ class AttentionCall:
         saved.visibility = seen if found.padding is None else seen.without_rows(found.padding)
         saved.value = None if self.value is None else self.value.detach()
         return saved
+
+
+def _lost(sides: dict[str, ProjectionPath]) -> str:
+    """Return why factors on queries or keys may have been missed; empty if none was."""
+    lost, mixed = ([side for side, path in sides.items() if getattr(path, why)] for why in ("lost", "shared_out"))
+    if lost:
+        return f"its {' and '.join(lost)} were not followed to a projection"
+    if any(path.computed_factor for path in sides.values()):
+        return COMPUTED
+    return f"its {' and '.join(mixed)} are sums of several terms with learned weights" if mixed else ""
+
+
+def _differs_by_row(multipliers: Factors) -> str:
+    """Return why multipliers, (heads, rows), are not one number per head; empty if they are."""
+    if (multipliers == multipliers[:, :1]).all():
+        return ""
+    low, high = np.abs(multipliers).min(), np.abs(multipliers).max()
+    apart = np.ptp(multipliers, axis=1) > ROW_TO_ROW * np.abs(multipliers).max(axis=1)
+    return f"its multiplier differs from row to row, from {low:.3g} to {high:.3g}" if bool(apart.any()) else ""
 
 
 def _unexplained(found: Scored) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
@@ -15,15 +15,12 @@ from attnscale.declared import Authority, Declared
 from attnscale.errors import SettingError
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.coordinates import Indices
-from attnscale.tracing.following import ProjectionPath
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
 from attnscale.watching.gradients import GradientLengths, norm_over
 from attnscale.watching.saved_call import SavedCall
 
 Factors = NDArray[np.float64]  # one value per head
-COMPUTED = "its multiplier is computed from activations"
-ROW_TO_ROW = 0.01  # relative; rounding changes a multiplier that all rows share by less
 SAME_SCALE = 0.02  # relative; half precision rounds a slope by less
 NUMBER_AND_DEPTH = re.compile(r"(#\d+)?(\[\d+\])?$")
 IN_EVERY_CALL = ("normalised", "detached")  # true of a layer only if true of all its calls
@@ -59,36 +56,6 @@ class Reading:
     inert_added: float | None = None  # value that a mask of zeros and ones adds instead of hiding
     scale_after_cap: float | None = None  # multiplier after the soft-cap, which lowers the cap by that factor
     rescaled: tuple[str, ...] = ()  # sides normalised, or multiplied by a temperature, after their projection
-
-    @classmethod
-    def of_paths(cls, query: ProjectionPath, key: ProjectionPath) -> "Reading":
-        """Read the paths of queries and keys from their projections."""
-        sides = {"queries": query, "keys": key}
-        return cls(
-            _lost_on_the_way(sides),
-            learned_factor=query.learned_factor or key.learned_factor,
-            detached=tuple(name for name, path in sides.items() if path.detached),
-            rescaled=tuple(name for name, path in sides.items() if path.normalised or path.learned_factor),
-        )
-
-
-def _lost_on_the_way(sides: Mapping[str, ProjectionPath]) -> str:
-    """Return why factors on queries or keys may have been missed; empty if none was."""
-    lost, mixed = ([name for name, path in sides.items() if getattr(path, why)] for why in ("lost", "shared_out"))
-    if lost:
-        return f"its {' and '.join(lost)} were not followed to a projection"
-    if any(path.computed_factor for path in sides.values()):
-        return COMPUTED
-    return f"its {' and '.join(mixed)} are sums of several terms with learned weights" if mixed else ""
-
-
-def differs_by_row(multipliers: NDArray[np.float64]) -> str:
-    """Return why multipliers, (heads, rows), are not one number per head; empty if they are."""
-    if (multipliers == multipliers[:, :1]).all():
-        return ""
-    low, high = np.abs(multipliers).min(), np.abs(multipliers).max()
-    apart = np.ptp(multipliers, axis=1) > ROW_TO_ROW * np.abs(multipliers).max(axis=1)
-    return f"its multiplier differs from row to row, from {low:.3g} to {high:.3g}" if bool(apart.any()) else ""
 
 
 Facts = TypeVar("Facts", Reading, Wiring)

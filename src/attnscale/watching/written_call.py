@@ -21,9 +21,9 @@ from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Product, Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.axes import Axes, ProductPoints, ProductView, find_axes
-from attnscale.watching.call import AttentionCall, Scored
+from attnscale.watching.call import COMPUTED, AttentionCall, Scored
 from attnscale.watching.gradients import GradientLengths
-from attnscale.watching.layer import COMPUTED, Reading, Wiring
+from attnscale.watching.layer import Reading, Wiring
 from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal
 from attnscale.watching.saved_call import SavedCall
 
