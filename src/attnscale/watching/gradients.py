@@ -92,17 +92,12 @@ def key_owners_of(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indic
     """Return the key number of each head, in order of appearance, from the channels of its first and last key.
 
     The first key may come from a cache and the last may be padding, so the end that distinguishes more heads is used.
-
-    >>> key_owners_of([["a", "a", "b", "b"], [(), (), (), ()]], np.arange(4)).tolist()
-    [0, 0, 1, 1]
     """
-    found = max((_numbered(keys) for keys in ends if () not in keys), key=lambda own: int(own.max()), default=otherwise)
-    return otherwise if len(found) % (int(found.max()) + 1) else found
-
-
-def _numbered(keys: Sequence[object]) -> Indices:
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return np.array([numbers[key] for key in keys], dtype=np.int64)
+    best = max((keys for keys in ends if () not in keys), key=lambda keys: len(set(keys)), default=())
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(best))}
+    if not numbers or len(best) % len(numbers):
+        return otherwise
+    return np.array([numbers[key] for key in best], dtype=np.int64)
 
 
 def norm_over(calls: Sequence[GradientLengths], name: Side) -> Tensor | None:
