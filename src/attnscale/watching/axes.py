@@ -160,20 +160,10 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
         view = ProductView(product, is_turned=True)
         keys = view.points(node, along)
     between_channels = _sums_over_positions(product)
-    first = along[np.argmax(keys.are_found)]
-    other_axes, query_axes = [], []
-    for other in (other for other in range(rank) if other != axis and shape[other] > 1):
-        ends = np.tile(first, (3, 1))
-        ends[1:, other] += 1, shape[other] - 1
-        start, near, far = at = view.points(node, ends).at
-        query, _ = view.operands
-        is_head = not between_channels and len(set(query.channels(at[:2, ENTRY], at[:2, QUERY]))) > 1
-        if near[QUERY] == start[QUERY] or is_head:
-            other_axes.append(other)
-        elif far[ENTRY] != start[ENTRY] and shape[other] > query.node.shape[1]:
-            return None  # heads and queries in one axis
-        else:
-            query_axes.append(other)
+    kinds = _kinds_of_axes(view, node, along[np.argmax(keys.are_found)], axis, between_channels)
+    if kinds is None:
+        return None
+    other_axes, query_axes = kinds
     single = [other for other in range(rank) if other != axis and shape[other] == 1]
     order = (*single, *other_axes, *query_axes, axis)
     turned = tuple(shape[each] for each in order)
@@ -204,6 +194,31 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
     )  # fmt: skip
 
 
+def _kinds_of_axes(
+    view: ProductView, node: Node, first: Indices, axis: int, between_channels: bool
+) -> tuple[list[int], list[int]] | None:
+    """Return the axes of heads and batch entries, and those of queries; None if one axis holds heads and queries.
+
+    `first` is a point of the softmax's input in the product, and `axis` that of the keys.
+    """
+    query, _ = view.operands
+    other_axes, query_axes = [], []
+    for other, size in enumerate(node.shape):
+        if other == axis or size == 1:
+            continue
+        ends = np.tile(first, (3, 1))
+        ends[1:, other] += 1, size - 1
+        start, near, far = at = view.points(node, ends).at
+        is_head = not between_channels and len(set(query.channels(at[:2, ENTRY], at[:2, QUERY]))) > 1
+        if near[QUERY] == start[QUERY] or is_head:
+            other_axes.append(other)
+        elif far[ENTRY] != start[ENTRY] and size > query.node.shape[1]:
+            return None
+        else:
+            query_axes.append(other)
+    return other_axes, query_axes
+
+
 def _followed(view: ProductView, node: Node, columns: Indices, groups: Indices, rows: Indices) -> ProductPoints:
     points = grid(len(groups), len(rows), 1)
     first_key = np.full(len(points), np.argmax(columns != NOWHERE))
@@ -212,6 +227,8 @@ def _followed(view: ProductView, node: Node, columns: Indices, groups: Indices, 
 
 def _repeats_a_key(at: Points) -> bool:
     """Return True if the softmax covers a key several times, each time with another query."""
+    if (np.diff(at[:, KEY]) > 0).all():
+        return False
     return len(np.unique(at[:, [ENTRY, KEY]], axis=0)) < len(np.unique(at, axis=0))
 
 

@@ -183,16 +183,16 @@ class AttentionCall:
         """Return the factor on the queries of each batch entry, (batch, heads), and its mean over all queries."""
         batch, heads, length, _ = self.query.shape
         counted = np.ones((batch, length), dtype=bool) if padding is None else ~padding.cpu().numpy()
-        counted |= ~counted.any(1, keepdims=True)
+        rows = counted.sum(1)
+        counted |= rows[:, None] == 0  # a factor is needed for an entry of nothing but padding, too
         shares = np.linspace(0, 1, PROBED_ROWS)
-        positions = np.stack(
-            [np.flatnonzero(rows)[(shares * (rows.sum() - 1)).round().astype(int)] for rows in counted]
-        )
+        kept = [np.flatnonzero(entry) for entry in counted]
+        positions = np.stack([each[(shares * (len(each) - 1)).round().astype(int)] for each in kept])
         points = grid(batch, heads, PROBED_ROWS, 1)
         points[:, 2] = positions[points[:, 0], points[:, 2]]
         assert self.query_node is not None  # otherwise its factor is constant
         factor = projection_path(follow(self.query_node, points), len(points)).factor.reshape(batch, heads, -1).mean(2)
-        average = np.average(factor, axis=0, weights=counted.sum(1))
+        average = np.average(factor, axis=0, weights=rows if rows.any() else None)
         # log n scaling multiplies a row with one key by ln 1 = 0
         return np.where(factor == 0, 1.0, np.abs(factor)), average
 
