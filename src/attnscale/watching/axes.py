@@ -46,6 +46,11 @@ class Operand(NamedTuple):
         """Return the channel of the first feature of these vectors."""
         return channels(self.node, np.stack([entries, rows, np.zeros_like(rows)], axis=1))
 
+    def is_in_order(self, groups: Indices, first: Indices, step: Indices) -> bool:
+        """Return True if each group is one of the entries, with all its rows in order."""
+        size = self.node.shape[1]
+        return bool((first == groups * size).all()) and np.array_equal(step, np.arange(size))
+
     def by_head(self, first: Indices, step: Indices) -> "Operand":
         """Return (batch, heads, length, features): vector n of head [b, h] is row `first[b, h] + step[n]` of all rows.
 
@@ -180,18 +185,26 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
     rows = _followed(view, by_group, columns, groups[0, :1], np.arange(sizes[1]))
     if not rows.are_found.all():
         return None
-    places, is_in_order = [], True
     shown = columns[columns != NOWHERE]
-    for operand, part in ((query, QUERY), (key, KEY)):
-        size = operand.node.shape[1]
-        along = rows.at[:, ENTRY] * size + rows.at[:, QUERY] if part == QUERY else shown
-        first, step = (starts.at[:, ENTRY] * size + starts.at[:, part])[groups], along - along[0]
-        is_in_order &= bool((first == groups * size).all()) and np.array_equal(step, np.arange(size))
-        places.append(operand.by_head(first, step))
+    along = rows.at[:, ENTRY] * query.node.shape[1] + rows.at[:, QUERY]
+    steps = along - along[0], shown - shown[0]
+    sides = ((query, QUERY), (key, KEY))
+    firsts = [(starts.at[:, ENTRY] * each.node.shape[1] + starts.at[:, part])[groups] for each, part in sides]
     return Axes(
-        view, node, by_group, order, len(query_axes), columns, groups, starts.at[:, ENTRY][groups], *places,
-        is_in_order, repeats, between_channels,
-    )  # fmt: skip
+        view,
+        node,
+        by_group,
+        order,
+        len(query_axes),
+        columns,
+        groups,
+        starts.at[:, ENTRY][groups],
+        query.by_head(firsts[0], steps[0]),
+        key.by_head(firsts[1], steps[1]),
+        query.is_in_order(groups, firsts[0], steps[0]) and key.is_in_order(groups, firsts[1], steps[1]),
+        repeats,
+        between_channels,
+    )
 
 
 def _kinds_of_axes(

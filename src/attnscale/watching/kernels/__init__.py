@@ -115,11 +115,12 @@ def with_heads_on_their_axis(call: KernelCall) -> KernelCall:
 
         return moved(node, (*places.shape, *node.shape[2:]), back)
 
-    given = {name: getattr(call, name) for name in ("query", "key", "value", "lse", *NODES)}
-    by_name = {
-        name: node_by_head(each) if name in NODES else by_head(each) for name, each in given.items() if each is not None
-    }
+    reordered: dict[str, Any] = {}
+    for name in ("query", "key", "value", "lse", *NODES):
+        given = getattr(call, name)
+        if given is not None:
+            reordered[name] = node_by_head(given) if name in NODES else by_head(given)
     mask, visibility = call.visibility.mask, call.visibility
     if mask is not None and mask.shape[:-2].numel() > 1:
         visibility = replace(visibility, mask=by_head(mask.expand(batch, kernel_heads, *mask.shape[-2:])))
-    return replace(call, **by_name, visibility=visibility, heads_in_batch=(call.query, call.key, by_head))
+    return replace(call, **reordered, visibility=visibility, heads_in_batch=(call.query, call.key, by_head))

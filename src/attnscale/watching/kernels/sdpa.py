@@ -35,8 +35,8 @@ def one_pass(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
 def _call(kind: str, lineage: Lineage, args: dict[str, Any], **options: Any) -> KernelCall:
     query, key, value, scale = args["query"], args["key"], args["value"], args.get("scale")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    nodes = {f"{name}_node": lineage.node(args[name]) for name in ("query", "key", "value")}
-    return KernelCall(kind, query, key, scale, value=value, **nodes, **options)
+    nodes = lineage.node(query), lineage.node(key)
+    return KernelCall(kind, query, key, scale, *nodes, value=value, value_node=lineage.node(value), **options)
 
 
 def multi_head_attention(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
