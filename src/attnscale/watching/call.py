@@ -18,9 +18,8 @@ from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origin, Origins, released
 from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.gradients import key_owners_of
-from attnscale.watching.layer import Factors, MeasuredCall, Reading, Wiring
+from attnscale.watching.layer import Factors, MeasuredCall, Reading, SavedCall, Wiring, added_to
 from attnscale.watching.rows import Rows, spread_positions
-from attnscale.watching.saved_call import SavedCall, added_to
 
 PROBED_ROWS = 4  # rows of each head that are followed to their projection
 NORMED_ROWS = 64

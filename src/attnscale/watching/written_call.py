@@ -23,9 +23,8 @@ from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.axes import Axes, ProductPoints, ProductView, find_axes
 from attnscale.watching.call import COMPUTED, AttentionCall, Scored
 from attnscale.watching.gradients import GradientLengths
-from attnscale.watching.layer import Reading, Wiring
+from attnscale.watching.layer import Reading, SavedCall, Wiring
 from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal
-from attnscale.watching.saved_call import SavedCall
 
 DISAGREEMENT = 0.01  # relative; half precision rounds a slope by less
 VISIBLE_BIAS = 0.02  # relative to the spread of the scores; half precision rounds them by less
