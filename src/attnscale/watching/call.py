@@ -120,13 +120,15 @@ class AttentionCall:
         found, owners = self.scored(rows), self.owners
         (query_path, key_path), query, heads = self.paths, self.query.detach(), self.query.shape[1]
         multipliers = query_path.signed_factor * key_path.signed_factor.mean(1, keepdims=True) * found.multiplier
+        is_constant = query_path.constant and key_path.constant
+        factors = query_path.factor.mean(1), key_path.factor.mean(1)[:: self.group]
         excluded, every = (found.padding, found.hidden_keys), rows is None
         if not query_path.constant and len(query) > 1 and _can_follow(self.query_node):
             by_entry, average = self._factors_by_entry(found.padding)
             query_path = query_path._replace(factor=average[:, None])
-            query_norm, key_norm = mean_lengths(*self._some(query / _by_head(by_entry, query), excluded, every))
+            query_norm, key_norm = mean_lengths(*self._sampled(query / _by_head(by_entry, query), excluded, every))
         else:
-            query_norm, key_norm = mean_lengths(*self._some(query, excluded, every))
+            query_norm, key_norm = mean_lengths(*self._sampled(query, excluded, every))
             query_norm = _before(query_norm, query_path)
         signed = query_path.signed_factor.mean(1), key_path.signed_factor.mean(1)
         scales = signed[0] * signed[1] * np.atleast_1d(found.multiplier).mean(-1)
@@ -152,13 +154,13 @@ class AttentionCall:
             attends_itself=self.is_self_attention,
             padding=found.padding,
             wiring=replace(found.wiring, normalised=query_path.normalised and key_path.normalised),
-            cosine=mean_cosine(*self._some(query, excluded, every=False)) if found.wiring.biased else None,
+            cosine=mean_cosine(*self._sampled(query, excluded, every=False)) if found.wiring.biased else None,
             over_pairs=self.over_pairs,
             kept=self._saved(found, scales, signed) if keep else None,
             origins=self.find_origins(),
             sinks=found.sinks,
             highest_bias=found.highest_bias,
-            factors=self._constant_factors(),
+            factors=factors if is_constant else None,
             reading=replace(
                 found.reading,
                 unread=found.reading.unread or _lost(sides) or _differs_by_row(multipliers) or _unexplained(found),
@@ -171,12 +173,6 @@ class AttentionCall:
     def find_origins(self) -> Origins:
         """Return the origins of queries, keys and values."""
         return Origins(_origin(self.query_node), _origin(self.key_node))
-
-    def _constant_factors(self) -> tuple[Factors, Factors] | None:
-        query, key = self.paths
-        if not (query.constant and key.constant):
-            return None
-        return query.factor.mean(1), key.factor.mean(1)[:: self.group]
 
     def _factors_by_entry(self, padding: Tensor | None) -> tuple[Factors, Factors]:
         """Return the factor on the queries of each batch entry, (batch, heads), and its mean over all queries."""
@@ -195,7 +191,7 @@ class AttentionCall:
         # log n scaling multiplies a row with one key by ln 1 = 0
         return np.where(factor == 0, 1.0, np.abs(factor)), average
 
-    def _some(self, query: Tensor, excluded: tuple[Tensor | None, Tensor | None], every: bool) -> Any:
+    def _sampled(self, query: Tensor, excluded: tuple[Tensor | None, Tensor | None], every: bool) -> Any:
         """Return evenly spaced queries and keys, or all of them, and which of these to exclude."""
         sides = []
         for vectors, left_out in zip((query, self.key.detach()), excluded, strict=True):
