@@ -7,8 +7,7 @@ import torch
 from attnscale import score_stats
 from attnscale.declared import Authority, Declared
 from attnscale.visibility import Visibility
-from attnscale.watching.layer import Layer, Wiring
-from attnscale.watching.saved_call import SavedCall
+from attnscale.watching.layer import Layer, SavedCall, Wiring
 
 
 def norm(tensor, heads):

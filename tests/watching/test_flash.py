@@ -46,22 +46,14 @@ def operators():
 
 
 class Whole(SelfAttention):
-    def forward(self, x):
-        q, k, v = (tensor.transpose(1, 2) for tensor in self.project(x))
-        out = torch.ops.flash_attn._flash_attn_forward(
-            q * 2.0, k, v, 0.0, self.head_dim**-0.5, True, -1, -1, 0.0, None, False
-        )
-        return self.out_proj(out.flatten(2))
+    """A scaled query; each row sees the keys in its window."""
 
-
-class Windowed(SelfAttention):
-    """Each row sees itself, the three keys before it and the two after it."""
+    causal, window = True, (-1, -1)
 
     def forward(self, x):
         q, k, v = (tensor.transpose(1, 2) for tensor in self.project(x))
-        out = torch.ops.flash_attn._flash_attn_forward(
-            q, k, v, 0.0, self.head_dim**-0.5, self.causal, 3, 2, 0.0, None, False
-        )
+        attend = torch.ops.flash_attn._flash_attn_forward
+        out = attend(q * 2.0, k, v, 0.0, self.head_dim**-0.5, self.causal, *self.window, 0.0, None, False)
         return self.out_proj(out.flatten(2))
 
 
@@ -69,22 +61,28 @@ class Ragged(SelfAttention):
     def forward(self, x):
         q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in self.project(x))
         starts = torch.tensor([0, 5, len(q)])
-        out = torch.ops.flash_attn._flash_attn_varlen_forward(
-            q * 0.5, k, v, starts, starts, 21, 21, 0.0, self.head_dim**-0.5, False
-        )
+        attend = torch.ops.flash_attn._flash_attn_varlen_forward
+        out = attend(q * 0.5, k, v, starts, starts, 21, 21, 0.0, self.head_dim**-0.5, False)
         return self.out_proj(out.flatten(1))
 
 
-def test_a_scaled_query_and_shared_keys():
+@pytest.mark.parametrize(
+    ("causal", "window", "behind", "ahead"), [(True, (-1, -1), 13, 0), (False, (3, 2), 3, 2), (True, (3, 2), 3, 0)]
+)
+def test_a_scaled_query_shared_keys_and_a_window(causal, window, behind, ahead):
     torch.manual_seed(0)
     model, x = Whole(44, 4, kv_heads=2), torch.randn(2, 13, 44)
+    model.causal, model.window = causal, window
     with attnscale.watch(model, rows=None) as seen, torch.no_grad():
         model(x)
+        query, key, _ = model.project(x)
     layer = seen.layers["Whole"]
-    assert (layer.kind, layer.heads, layer.kv_heads, layer.head_dim, layer.causal) == ("flash", 4, 2, 11, True)
+    assert (layer.kind, layer.heads, layer.kv_heads, layer.head_dim, layer.causal) == ("flash", 4, 2, 11, causal)
     assert layer.scale_applied == pytest.approx(2 * 11**-0.5)
-    query, key, _ = model.project(x)
-    expected = attnscale.score_stats(query, key, scale=2 * 11**-0.5, is_causal=True, enable_gqa=True)
+    apart = torch.arange(13) - torch.arange(13)[:, None]
+    visible = (apart >= -behind) & (apart <= ahead)
+    expected = attnscale.score_stats(query, key, scale=2 * 11**-0.5, attn_mask=visible, enable_gqa=True)
+    assert layer.stats.count.tolist() == expected.count.tolist()
     torch.testing.assert_close(layer.stats.entropy, expected.entropy)
     torch.testing.assert_close(layer.stats.variance, expected.variance)
 
@@ -99,23 +97,6 @@ def test_sequences_laid_end_to_end():
     assert layer.scale_applied == pytest.approx(0.5 * 11**-0.5)
     assert layer.stats.rows.tolist() == [26] * 3
     assert layer.stats.count.tolist() == [5 * 5 + 21 * 21] * 3
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_window_hides_what_is_outside_it(causal):
-    torch.manual_seed(0)
-    model, x = Windowed(33, 3), torch.randn(2, 13, 33)
-    model.causal = causal
-    with attnscale.watch(model, rows=None) as seen, torch.no_grad():
-        model(x)
-    layer = seen.layers["Windowed"]
-    apart = torch.arange(13) - torch.arange(13)[:, None]
-    visible = (apart >= -3) & (apart <= (0 if causal else 2))
-    query, key, _ = model.project(x)
-    expected = attnscale.score_stats(query, key, attn_mask=visible)
-    assert layer.causal is causal
-    assert layer.stats.count.tolist() == expected.count.tolist()
-    torch.testing.assert_close(layer.stats.entropy, expected.entropy)
 
 
 @pytest.mark.parametrize("causal", [False, True])

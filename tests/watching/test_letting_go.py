@@ -44,16 +44,7 @@ def test_activations_are_let_go_of_as_the_model_lets_go_of_them(kind, gradients)
     model, x = kind(), torch.randn(2, 10, 24)
     with torch.set_grad_enabled(gradients), attnscale.watch(model) as seen, no_garbage():
         model(x)
-    assert seen.layers
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_watcher_is_gone_with_what_it_has_seen(kind, gradients):
-    model, x = kind(), torch.randn(2, 10, 24)
-    with no_garbage(), torch.set_grad_enabled(gradients):
-        with attnscale.watch(model) as seen:
-            model(x)
+    with no_garbage():
         assert str(seen)
         del seen
 

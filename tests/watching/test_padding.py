@@ -142,13 +142,11 @@ def test_queries_of_cross_attention_all_count():
     model, (batch, hidden) = Written(infinite), padded([torch.randn(length, 24) for length in LENGTHS])
     with attnscale.watch(model, rows=None) as seen:
         model(torch.randn(3, LONGEST, 24), hidden, batch)
-    (layer,) = seen.layers.values()
-    assert (layer.padding, layer.stats.rows.tolist()) == (0, [3 * LONGEST] * 2)
     multihead = nn.MultiheadAttention(24, 2, batch_first=True)
-    with attnscale.watch(multihead, rows=None) as seen:
+    with attnscale.watch(multihead, rows=None) as fused:
         multihead(torch.randn(3, LONGEST, 24), batch, batch, key_padding_mask=hidden, need_weights=False)
-    (layer,) = seen.layers.values()
-    assert (layer.padding, layer.stats.rows.tolist()) == (0, [3 * LONGEST] * 2)
+    for layer in (*seen.layers.values(), *fused.layers.values()):
+        assert (layer.padding, layer.stats.rows.tolist()) == (0, [3 * LONGEST] * 2)
 
 
 def test_a_monitor_that_knows_the_model_leaves_them_out():

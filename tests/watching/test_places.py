@@ -22,25 +22,35 @@ def test_a_layer_of_torchs_own_is_one_though_its_model_is_called_on_two_lines(tr
     assert {name: layer.calls for name, layer in seen.layers.items()} == {"self_attn": 2}
 
 
-class Twice(nn.Module):
-    """One attention, on two lines of one forward."""
+class Runs(nn.Module):
+    """One attention, which runs on each of the inputs."""
 
     def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
 
-    def forward(self, x):
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return x + self.attention(x, x, x, need_weights=False)[0]
+    def forward(self, *inputs):
+        return [self.attention(x[:, -1:], x, x)[0] for x in inputs]
 
 
-def test_a_module_that_runs_twice_in_one_forward_is_shown_by_depth():
-    with attnscale.watch(model := Twice()) as seen:
+def inputs_of(*lengths):
+    return [torch.randn(1, length, 24) for length in lengths]
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 7), (7, 5)])
+def test_a_module_that_runs_twice_in_one_forward_is_shown_by_depth(lengths):
+    with attnscale.watch(model := Runs()) as seen:
         for _ in range(3):
-            model(torch.randn(1, 5, 24))
+            model(*inputs_of(*lengths))
     assert {name: layer.calls for name, layer in seen.layers.items()} == {"attention[0]": 3, "attention[1]": 3}
     with pytest.raises(KeyError, match=r"attention\[0\], attention\[1\]"):
         seen.layers["attention"]
+
+
+def test_a_loop_over_time_is_one_layer():
+    with attnscale.watch(model := Runs()) as seen:
+        model(*inputs_of(1, 2, 3, 4, 5))
+    assert {name: layer.calls for name, layer in seen.layers.items()} == {"attention": 5}
 
 
 def test_every_depth_has_the_numbers_of_a_module_of_its_own():
@@ -55,43 +65,13 @@ def test_every_depth_has_the_numbers_of_a_module_of_its_own():
         assert torch.equal(found.stats.entropy, expected.stats.entropy)
 
 
-def test_two_inputs_of_one_encoder_are_two_depths_whatever_their_lengths():
-    class Siamese(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
-
-        def forward(self, x, y):
-            return self.attention(x, x, x)[0].mean(1) - self.attention(y, y, y)[0].mean(1)
-
-    for lengths in ((5, 5), (5, 7), (7, 5)):
-        with attnscale.watch(model := Siamese()) as seen:
-            model(*(torch.randn(1, length, 24) for length in lengths))
-        assert list(seen.layers) == ["attention[0]", "attention[1]"]
-
-
-def test_a_loop_over_time_is_one_layer():
-    class OverTime(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
-
-        def forward(self, x):
-            steps = (self.attention(x[:, i : i + 1], x[:, : i + 1], x[:, : i + 1]) for i in range(x.shape[1]))
-            return torch.cat([mixed for mixed, _ in steps], 1)
-
-    with attnscale.watch(model := OverTime()) as seen:
-        model(torch.randn(1, 5, 24))
-    assert {name: layer.calls for name, layer in seen.layers.items()} == {"attention": 5}
-
-
 @pytest.mark.filterwarnings("default")  # reentrant checkpointing shows no gradients, and that is told
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_depths_are_the_same_at_every_step_whatever_is_recomputed(reentrant):
-    class Recomputed(Twice):
+    class Recomputed(Runs):
         def forward(self, x):
             for _ in range(2):
-                x = checkpoint(super().forward, x, use_reentrant=reentrant)
+                x = x + sum(checkpoint(super().forward, x, x, use_reentrant=reentrant))
             return x
 
     model, names = Recomputed(), []

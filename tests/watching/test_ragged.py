@@ -2,6 +2,7 @@
 
 import warnings
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -84,20 +85,26 @@ def alone(scale):
     return attend
 
 
-def nested(scale):
-    def attend(*tokens):
-        q, k, v = (torch.nested.nested_tensor_from_jagged(each, STARTS).transpose(1, 2) for each in tokens)
-        return attnscale.attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2).values()
+def jagged(attend):
+    """An attention function of jagged tensors, on packed tokens."""
 
-    return attend
+    def on_tokens(*tokens):
+        nested = (torch.nested.nested_tensor_from_jagged(each, STARTS).transpose(1, 2) for each in tokens)
+        return attend(*nested).transpose(1, 2).values()
+
+    return on_tokens
+
+
+def nested(scale):
+    return jagged(partial(attnscale.attention, is_causal=True, scale=scale))
+
+
+def nested_with_stats(scale):
+    return jagged(lambda *tensors: attnscale.attention_with_stats(*tensors, is_causal=True, scale=scale)[0])
 
 
 def plain_jagged(scale):
-    def attend(*tokens):
-        q, k, v = (torch.nested.nested_tensor_from_jagged(each, STARTS).transpose(1, 2) for each in tokens)
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).values()
-
-    return attend
+    return jagged(partial(F.scaled_dot_product_attention, scale=scale))
 
 
 def plain_strided(scale):
@@ -111,61 +118,45 @@ def plain_strided(scale):
     return attend
 
 
-def nested_with_stats(scale):
-    def attend(*tokens):
-        q, k, v = (torch.nested.nested_tensor_from_jagged(each, STARTS).transpose(1, 2) for each in tokens)
-        return attnscale.attention_with_stats(q, k, v, is_causal=True, scale=scale)[0].transpose(1, 2).values()
-
-    return attend
+def packed(scale):
+    return lambda q, k, v: attnscale.attention_varlen(q, k, v, STARTS, is_causal=True, scale=scale)
 
 
 def packed_with_stats(scale):
     return lambda *tokens: attnscale.attention_varlen_with_stats(*tokens, STARTS, is_causal=True, scale=scale)[0]
 
 
-def packed(scale):
-    return lambda q, k, v: attnscale.attention_varlen(q, k, v, STARTS, is_causal=True, scale=scale)
-
-
 def torch_varlen(scale):
-    longest = max(LENGTHS)
-    return lambda q, k, v: varlen_attn(
-        q, k, v, STARTS.int(), STARTS.int(), longest, longest, scale=scale, window_size=(-1, 0)
-    )
+    return lambda *tokens: varlen_attn(*tokens, STARTS.int(), STARTS.int(), 7, 7, scale=scale, window_size=(-1, 0))
 
 
 def torch_flash(scale):
-    return lambda q, k, v: torch.ops.aten._flash_attention_forward(
-        q, k, v, STARTS.int(), STARTS.int(), 7, 7, 0.0, True, False, scale=scale
-    )[0]
+    kernel, starts = torch.ops.aten._flash_attention_forward, STARTS.int()
+    return lambda *tokens: kernel(*tokens, starts, starts, 7, 7, 0.0, True, False, scale=scale)[0]
 
 
 def torch_efficient(scale):
-    return lambda q, k, v: torch.ops.aten._efficient_attention_forward(
-        q[None], k[None], v[None], None, STARTS.int(), STARTS.int(), 7, 7, 0.0, 1, False, scale=scale
-    )[0][0]
+    kernel, starts = torch.ops.aten._efficient_attention_forward, STARTS.int()
+    return lambda q, k, v: kernel(q[None], k[None], v[None], None, starts, starts, 7, 7, 0.0, 1, False, scale=scale)[0][
+        0
+    ]
+
+
+OWN = (nested, nested_with_stats, packed, packed_with_stats)
+TORCHS = (torch_varlen, torch_flash, torch_efficient)  # stand-ins without a gradient
+
+
+MODES = (torch.no_grad, torch.enable_grad, torch.inference_mode)
 
 
 @pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize(
-    "attend",
-    [
-        nested,
-        nested_with_stats,
-        packed,
-        packed_with_stats,
-        torch_varlen,
-        torch_flash,
-        torch_efficient,
-    ],
+    ("attend", "mode"), [*product(OWN, MODES), *product(TORCHS, [torch.no_grad])], ids=lambda each: each.__name__
 )
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_ragged_kernels_are_seen_as_their_sequences_one_by_one(attend, scale, mode):
+def test_ragged_kernels_are_seen_as_their_sequences_one_by_one(attend, mode, scale):
     model, plain = Model(attend(scale)).eval(), Model(alone(scale)).eval()
     plain.load_state_dict(model.state_dict())
     tokens = torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)
-    if mode is not torch.no_grad and attend in (torch_varlen, torch_flash, torch_efficient):
-        return  # the kernels that stand in have no gradient
     with mode():
         expected = model(tokens)
         with attnscale.watch(model, rows=None) as seen, attnscale.watch(plain, rows=None) as wanted:
@@ -237,26 +228,17 @@ def test_a_monitor_records_nested_tensors_as_their_sequences_one_by_one():
 SHOWN = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(-1)
 
 
-def padded(scale):
+def _scatter(empty, tokens):
+    return empty.masked_scatter(SHOWN[..., None, None], tokens)
+
+
+def _put(empty, tokens):
+    return empty.index_put(SHOWN.nonzero(as_tuple=True), tokens)  # as x[mask] = tokens does
+
+
+def padded(scale, pad):
     def attend(*tokens):
-        q, k, v = (
-            each.new_zeros(*SHOWN.shape, HEADS, HEAD_DIM).masked_scatter(SHOWN[..., None, None], each).transpose(1, 2)
-            for each in tokens
-        )
-        output = F.scaled_dot_product_attention(q, k, v, SHOWN[:, None, None], scale=scale)
-        return output.transpose(1, 2)[SHOWN]
-
-    return attend
-
-
-def put(scale):
-    """Padded by the numbers of rows, as with x[mask] = tokens."""
-
-    def attend(*tokens):
-        q, k, v = (
-            each.new_zeros(*SHOWN.shape, HEADS, HEAD_DIM).index_put(SHOWN.nonzero(as_tuple=True), each).transpose(1, 2)
-            for each in tokens
-        )
+        q, k, v = (pad(each.new_zeros(*SHOWN.shape, HEADS, HEAD_DIM), each).transpose(1, 2) for each in tokens)
         return F.scaled_dot_product_attention(q, k, v, SHOWN[:, None, None], scale=scale).transpose(1, 2)[SHOWN]
 
     return attend
@@ -269,9 +251,9 @@ def _thrice(attend, query, key, value):
 def test_gradients_of_packed_tokens_are_those_of_the_padded_batch():
     """As SDPA was given queries and keys, whatever multiplied them before."""
     found = []
-    for each in (put, padded):
+    for pad in (_put, _scatter):
         torch.manual_seed(0)
-        model = Model(partial(_thrice, each(0.7)))
+        model = Model(partial(_thrice, padded(0.7, pad)))
         tokens = torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)
         with attnscale.watch(model, rows=None) as seen:
             model(tokens).square().sum().backward()
@@ -318,7 +300,7 @@ def test_block_masks_are_the_masks_they_mean(name):
 
 
 @pytest.mark.parametrize("attend", [plain_jagged, plain_strided])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", MODES)
 def test_sdpa_on_nested_tensors_without_a_fused_kernel_says_what_to_do(attend, mode):
     model, tokens = Model(attend(None)).eval(), torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)
     both = nn.Sequential(Model(nested(None)), model)

@@ -10,57 +10,24 @@ from tests.watching.layers import Plain
 from tests.zoo.entry import Block, SelfAttention
 
 
-def over_root_of_sum(scores):
-    powers = scores.exp()
-    return powers / powers.sum(-1, keepdim=True).sqrt()
+def row_sum(powers):
+    return powers.sum(-1, keepdim=True)
 
 
-def over_twice_the_sum(scores):
-    powers = scores.exp()
-    return powers / (2 * powers.sum(-1, keepdim=True))
-
-
-def times_the_sum(scores):
-    powers = scores.exp()
-    return powers * powers.sum(-1, keepdim=True)
-
-
-def times_twice_the_inverse(scores):
-    powers = scores.exp()
-    return powers * (2 / powers.sum(-1, keepdim=True))
-
-
-def less_twice_the_log_sum(scores):
-    return torch.exp(scores - 2 * torch.logsumexp(scores, -1, keepdim=True))
-
-
-def less_the_log_sum_and_the_maximum(scores):
-    return torch.exp(scores - (torch.logsumexp(scores, -1, keepdim=True) + scores.amax(-1, keepdim=True)))
-
-
-def never_normalised(scores):
-    return scores.exp()
-
-
-def over_the_sum_of_others(scores):
-    return scores.exp() / (2 * scores).exp().sum(-1, keepdim=True)
-
-
-def over_the_sum_of_squares(scores):
-    powers = scores.exp()
-    return powers / powers.square().sum(-1, keepdim=True)
-
-
-def over_the_root_of_the_sum_of_squares(scores):
-    powers = scores.exp()
-    return powers / powers.norm(dim=-1, keepdim=True)
-
-
-NONE = (
-    over_the_sum_of_squares, over_the_root_of_the_sum_of_squares,
-    over_root_of_sum, over_twice_the_sum, times_the_sum, times_twice_the_inverse, less_twice_the_log_sum,
-    less_the_log_sum_and_the_maximum, never_normalised, over_the_sum_of_others,
-)  # fmt: skip
+NO_SOFTMAX = {  # functions of the scores and of their exponentials
+    "over the sum of squares": lambda scores, powers: powers / row_sum(powers.square()),
+    "over the root of the sum of squares": lambda scores, powers: powers / powers.norm(dim=-1, keepdim=True),
+    "over the root of the sum": lambda scores, powers: powers / row_sum(powers).sqrt(),
+    "over twice the sum": lambda scores, powers: powers / (2 * row_sum(powers)),
+    "times the sum": lambda scores, powers: powers * row_sum(powers),
+    "times twice the inverse": lambda scores, powers: powers * (2 / row_sum(powers)),
+    "less twice the log-sum": lambda scores, _: torch.exp(scores - 2 * scores.logsumexp(-1, keepdim=True)),
+    "less the log-sum and the maximum": lambda scores, _: torch.exp(
+        scores - (scores.logsumexp(-1, keepdim=True) + scores.amax(-1, keepdim=True))
+    ),
+    "never normalised": lambda scores, powers: powers,
+    "over the sum of others": lambda scores, powers: powers / row_sum((2 * scores).exp()),
+}
 
 
 class Weighing(SelfAttention):
@@ -72,32 +39,17 @@ class Weighing(SelfAttention):
 
     def forward(self, x):
         query, key, value = self.project(x)
-        return self.merge(self.weights(query @ key.mT * self.head_dim**-0.5) @ value)
+        scores = query @ key.mT * self.head_dim**-0.5
+        return self.merge(self.weights(scores, scores.exp()) @ value)
 
 
-@pytest.mark.parametrize("weights", NONE)
-def test_weights_of_no_softmax_are_not_taken_for_attention_and_are_told_of_beside_one_that_is(weights):
-    model = nn.Sequential(Block(33, Weighing(weights)), Block(33, Plain(33, 3)))
+@pytest.mark.parametrize("name", NO_SOFTMAX)
+def test_weights_of_no_softmax_are_not_attention_and_are_reported_beside_one_that_is(name):
+    model = nn.Sequential(Block(33, Weighing(NO_SOFTMAX[name])), Block(33, Plain(33, 3)))
     with pytest.warns(NotFollowedWarning, match=r"0\.attention"), attnscale.watch(model) as seen:
         model(torch.randn(2, 7, 33))
     assert list(seen.layers) == ["1.attention"]
     assert seen.unfollowed == ["0.attention"]
-
-
-def test_a_logarithm_of_weights_that_only_a_loss_takes_is_no_attention():
-    class WithHead(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention, self.head = Plain(33, 3), nn.Linear(33, 11)
-
-        def forward(self, x):
-            logits = self.head(self.attention(x))
-            return logits - logits.exp().sum(-1, keepdim=True).log()
-
-    model = WithHead()
-    with attnscale.watch(model) as seen:
-        model(torch.randn(2, 7, 33))
-    assert list(seen.layers) == ["attention"]
 
 
 def stacked(x, logits, experts, weight):
@@ -176,18 +128,25 @@ def of_entropy(x, head):
     return -(weights * weights.log()).sum()
 
 
-@pytest.mark.parametrize("loss", [contrastive, with_z_loss, distilled, of_entropy])
-def test_a_loss_is_not_told_of_as_attention(loss):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention, self.head = Plain(33, 3), nn.Linear(33, 34)
+def of_logits_less_the_log_of_their_sum(x, head):
+    return head(x) - head(x).exp().sum(-1, keepdim=True).log()
 
-        def forward(self, x):
-            return loss(self.attention(x), self.head)
 
-    model, x = Model(), torch.randn(2, 7, 33)
-    audit = attnscale.audit(model, x)
+class WithLoss(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.attention, self.head, self.loss = Plain(33, 3), nn.Linear(33, 34), loss
+
+    def forward(self, x):
+        return self.loss(self.attention(x), self.head)
+
+
+LOSSES = (contrastive, with_z_loss, distilled, of_entropy, of_logits_less_the_log_of_their_sum)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_is_not_reported_as_attention(loss):
+    audit = attnscale.audit(WithLoss(loss), torch.randn(2, 7, 33))
     assert list(audit.layers) == ["attention"]
     assert audit.unchecked == ()
 

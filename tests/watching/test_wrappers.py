@@ -111,30 +111,21 @@ def test_a_layer_that_is_the_model_is_named_by_its_own_class():
     assert list(seen.layers) == ["Plain"]
 
 
-def test_layers_whose_names_would_be_the_same_keep_their_full_paths():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block(24, Plain(24, 2))
-            self.block._orig_mod = Block(24, Plain(24, 2))
+class Named(nn.Module):
+    """Two blocks under names that wrappers use too."""
 
-        def forward(self, x):
-            return self.block._orig_mod(self.block(x))
+    def __init__(self, first, second):
+        super().__init__()
+        self.block = Block(24, Plain(24, 2))
+        setattr(self.block if first == "block" else self, second, Block(24, Plain(24, 2)))
+        self.second = f"{first}.{second}".removeprefix(".")
 
-    with attnscale.watch(model := Two()) as seen:
+    def forward(self, x):
+        return self.get_submodule(self.second)(self.block(x))
+
+
+@pytest.mark.parametrize(("first", "second"), [("block", "_orig_mod"), ("", "module")])
+def test_a_name_that_a_wrapper_uses_is_kept_where_it_tells_layers_apart(first, second):
+    with attnscale.watch(model := Named(first, second)) as seen:
         model(torch.randn(1, 5, 24))
-    assert list(seen.layers) == ["block.attention", "block._orig_mod.attention"]
-
-
-def test_a_part_that_a_user_calls_module_keeps_its_name():
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.module = nn.LayerNorm(24), Plain(24, 2)
-
-        def forward(self, x):
-            return x + self.module(self.norm(x))
-
-    with attnscale.watch(model := Residual()) as seen:
-        model(torch.randn(1, 5, 24))
-    assert list(seen.layers) == ["module"]
+    assert list(seen.layers) == ["block.attention", f"{model.second}.attention"]

@@ -23,7 +23,7 @@ from attnscale.rules import RULES, get_rule
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.rules.rule import Scaled, Visible, multiply
 from attnscale.visibility import Visibility
-from attnscale.watching.saved_call import SavedCall
+from attnscale.watching.layer import SavedCall
 
 SOFTCAPS = (30.0, 50.0)  # used by Grok and Gemma 2
 TINY = 1e-300  # avoids a division by a norm of zero

@@ -23,6 +23,7 @@ from attnscale.probes.placement import Fallback, LateModules, Placement
 from attnscale.probes.stats import KIND, AddGradients, Slot, slot_of
 from attnscale.torch_internals import called_module, dispatch_keys, in_backward, with_dispatch_keys
 from attnscale.visibility import NEVER_A_SCORE, Visibility
+from attnscale.watching.call import NORMED_ROWS, PROBED_ROWS
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.kernels.sdpa import modified_by
 from attnscale.watching.plan import ModulePlan, PlannedCall
@@ -30,7 +31,7 @@ from attnscale.watching.rows import Rows, spread_positions
 from attnscale.watching.sdpa_names import STATE
 from attnscale.watching.seen import Seen
 from attnscale.watching.watcher import Settings
-from attnscale.watching.written_call import DISAGREEMENT, NORMED_ROWS, PROBED_ROWS, fit
+from attnscale.watching.written_call import DISAGREEMENT, fit
 
 DIFFERENT = "its attention differs from the trace"
 LATE = "it did not run when the model was traced"
@@ -260,7 +261,7 @@ def _measure_flex(call: ProbedCall, given: AttentionCall, settings: Settings) ->
     modify = modified_by(score_mod, mask_mod, buffers[:own], buffers[own:])
     kernel = KernelCall("flex", given.query, given.key, given.scale, attends_itself=given.attends_itself)
     found = kernel.modified(modify, settings.rows)
-    call.stats, call.padding, call.multiplier = found.stats, found.padding, found.multiplier
+    call.stats, call.padding, call.multiplier = found.stats, found.padding, float(found.multiplier)
     _add_lengths(call, given.query, given.key, found.padding, found.hidden_keys, settings)
 
 

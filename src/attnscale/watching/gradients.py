@@ -32,7 +32,7 @@ class GradientLengths:
 
     @classmethod
     def followed(
-        cls, query: Tensor, key: Tensor, heads: int, owners: Indices | None, by_head: Callable[[Tensor], Tensor]
+        cls, query: Tensor, key: Tensor, owners: Indices, by_head: Callable[[Tensor], Tensor]
     ) -> "GradientLengths":
         """Add hooks to two tensors; `by_head` reshapes their gradients to (batch, heads, length, features).
 
@@ -40,7 +40,7 @@ class GradientLengths:
         """
         lengths = cls()
         lengths._follow("query", query, lambda gradient: head_lengths(by_head(gradient)))
-        lengths._follow("key", key, lambda gradient: by_shared_key(by_head(gradient), heads, owners))
+        lengths._follow("key", key, lambda gradient: by_shared_key(by_head(gradient), owners))
         return lengths
 
     def _follow(self, side: Side, tensor: Tensor, length: Callable[[Tensor], Tensor | None]) -> None:
@@ -59,14 +59,14 @@ class GradientLengths:
             setattr(self, side, lengths if before is None else torch.hypot(before, lengths))
 
 
-def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tensor | None:
+def by_shared_key(gradient: Tensor, owners: Indices) -> Tensor | None:
     """Return ‖∂loss/∂k‖ of each query head's key, from the gradient (batch, keys, length, features).
 
     Gradients of copies of a key are summed. None if heads with different keys, by `owners`, share one of these keys.
     """
     keys = gradient.shape[1]
-    group = heads // max(keys, 1)
-    if owners is None or shares_as_kernels_do(heads, keys, owners):
+    group = len(owners) // max(keys, 1)
+    if shares_as_kernels_do(len(owners), keys, owners):
         return head_lengths(gradient).repeat_interleave(group)
     own = owners[::group]
     if len(own) != keys or (owners != own.repeat(group)).any():
@@ -92,17 +92,12 @@ def key_owners_of(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indic
     """Return the key number of each head, in order of appearance, from the channels of its first and last key.
 
     The first key may come from a cache and the last may be padding, so the end that distinguishes more heads is used.
-
-    >>> key_owners_of([["a", "a", "b", "b"], [(), (), (), ()]], np.arange(4)).tolist()
-    [0, 0, 1, 1]
     """
-    found = max((_numbered(keys) for keys in ends if () not in keys), key=lambda own: int(own.max()), default=otherwise)
-    return otherwise if len(found) % (int(found.max()) + 1) else found
-
-
-def _numbered(keys: Sequence[object]) -> Indices:
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return np.array([numbers[key] for key in keys], dtype=np.int64)
+    best = max((keys for keys in ends if () not in keys), key=lambda keys: len(set(keys)), default=())
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(best))}
+    if not numbers or len(best) % len(numbers):
+        return otherwise
+    return np.array([numbers[key] for key in best], dtype=np.int64)
 
 
 def norm_over(calls: Sequence[GradientLengths], name: Side) -> Tensor | None:

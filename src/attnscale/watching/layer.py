@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
@@ -14,16 +14,15 @@ from torch import Tensor
 from attnscale.declared import Authority, Declared
 from attnscale.errors import SettingError
 from attnscale.measure.stats import ScoreStats
+from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import Indices
-from attnscale.tracing.following import ProjectionPath
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
+from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.gradients import GradientLengths, norm_over
-from attnscale.watching.saved_call import SavedCall
 
+ROUNDING = 1e-5  # relative to the largest score; a larger remainder is a bias
 Factors = NDArray[np.float64]  # one value per head
-COMPUTED = "its multiplier is computed from activations"
-ROW_TO_ROW = 0.01  # relative; rounding changes a multiplier that all rows share by less
 SAME_SCALE = 0.02  # relative; half precision rounds a slope by less
 NUMBER_AND_DEPTH = re.compile(r"(#\d+)?(\[\d+\])?$")
 IN_EVERY_CALL = ("normalised", "detached")  # true of a layer only if true of all its calls
@@ -60,36 +59,6 @@ class Reading:
     scale_after_cap: float | None = None  # multiplier after the soft-cap, which lowers the cap by that factor
     rescaled: tuple[str, ...] = ()  # sides normalised, or multiplied by a temperature, after their projection
 
-    @classmethod
-    def of_paths(cls, query: ProjectionPath, key: ProjectionPath) -> "Reading":
-        """Read the paths of queries and keys from their projections."""
-        sides = {"queries": query, "keys": key}
-        return cls(
-            _lost_on_the_way(sides),
-            learned_factor=query.learned_factor or key.learned_factor,
-            detached=tuple(name for name, path in sides.items() if path.detached),
-            rescaled=tuple(name for name, path in sides.items() if path.normalised or path.learned_factor),
-        )
-
-
-def _lost_on_the_way(sides: Mapping[str, ProjectionPath]) -> str:
-    """Return why factors on queries or keys may have been missed; empty if none was."""
-    lost, mixed = ([name for name, path in sides.items() if getattr(path, why)] for why in ("lost", "shared_out"))
-    if lost:
-        return f"its {' and '.join(lost)} were not followed to a projection"
-    if any(path.computed_factor for path in sides.values()):
-        return COMPUTED
-    return f"its {' and '.join(mixed)} are sums of several terms with learned weights" if mixed else ""
-
-
-def differs_by_row(multipliers: NDArray[np.float64]) -> str:
-    """Return why multipliers, (heads, rows), are not one number per head; empty if they are."""
-    if (multipliers == multipliers[:, :1]).all():
-        return ""
-    low, high = np.abs(multipliers).min(), np.abs(multipliers).max()
-    apart = np.ptp(multipliers, axis=1) > ROW_TO_ROW * np.abs(multipliers).max(axis=1)
-    return f"its multiplier differs from row to row, from {low:.3g} to {high:.3g}" if bool(apart.any()) else ""
-
 
 Facts = TypeVar("Facts", Reading, Wiring)
 
@@ -103,6 +72,48 @@ def merged(calls: Sequence[Facts]) -> Facts:
         is_set = len(others) == len(values) if each.name in IN_EVERY_CALL else bool(others)
         found[each.name] = others[0] if is_set else each.default
     return type(calls[0])(**found)
+
+
+@dataclass(eq=False)
+class SavedCall:
+    """One call. Scores are scales · q·k, soft-capped, plus the bias and mask in `visibility`.
+
+    If each query has its own keys, each query is a batch entry.
+    """
+
+    query: Tensor  # (batch, heads, queries, features), straight from the projection
+    key: Tensor  # (batch, key heads, keys, features)
+    scales: Tensor  # one value per head
+    visibility: Visibility = EVERYTHING
+    softcap: float | None = None
+    value: Tensor | None = None  # None if it could not be identified
+
+    def scores(self) -> Tensor:
+        """Return scales · q·k, soft-capped, (batch, heads, queries, keys)."""
+        key = self.key.repeat_interleave(self.query.shape[1] // self.key.shape[1], 1)
+        scores = self.query.to(wide_dtype(self.query)) @ key.to(wide_dtype(key)).mT
+        scores = scores * self.scales.to(scores)[:, None, None]
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+    def weights(self, head: int) -> Tensor:
+        """Return a head's weights in the first batch entry, (queries, keys); zeros for rows that see no key."""
+        shared = head // (self.query.shape[1] // self.key.shape[1])
+        scales = self.scales[head : head + 1]
+        one = replace(self, query=self.query[:1, [head]], key=self.key[:1, [shared]], scales=scales)
+        scores = one.scores()[0, 0]
+        seen = self.visibility.at(0, slice(head, head + 1))
+        added = seen.added(slice(0, scores.shape[-2]), slice(0, scores.shape[-1]), scores)
+        scores = scores if added is None else scores + added.reshape(-1, *added.shape[-2:])[0]
+        return scores.softmax(-1).nan_to_num(0.0)
+
+
+def added_to(predicted: Tensor, scores: Tensor, visible: Tensor | None) -> Visibility:
+    """Return the mask or bias that turns predicted scores into scores, (batch, heads, rows, keys)."""
+    rest = scores - predicted
+    shown = rest if visible is None else rest.masked_fill(~visible, 0.0)
+    if bool(shown.abs().amax() > ROUNDING * predicted.abs().amax()) if shown.numel() else False:
+        return Visibility(mask=rest if visible is None else rest.masked_fill(~visible, -math.inf))
+    return EVERYTHING if visible is None else Visibility(mask=visible)
 
 
 class LayerCall(Protocol):

@@ -3,6 +3,7 @@
 Batch size and lengths may change between steps; the order of axes may not.
 """
 
+import json
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -18,17 +19,13 @@ from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.rows import is_bias
 
 if TYPE_CHECKING:
-    from attnscale.watching.axes import Axes
     from attnscale.watching.layer import Factors, MeasuredCall
     from attnscale.watching.written_call import WrittenCall
 
 ORDER = (0, 1, 2, 3)  # axes of (batch, heads, queries, keys)
-PARTS = ";"  # separates the fields of a code
-AXES = ","
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Order of axes in a softmax's input, and in the 3-d operands of the product behind it."""
 
     order: tuple[int, ...]  # axes of the scores: batch and heads first, then queries, then keys
@@ -38,9 +35,8 @@ class Layout:
 
     @property
     def code(self) -> str:
-        """The layout as text, which a compiled graph can store as a constant."""
-        flags = (int(flag) for flag in (self.heads_are_first, self.keys_are_right))
-        return PARTS.join(map(str, (AXES.join(map(str, self.order)), self.heads, *flags)))
+        """The layout as text without spaces, which a compiled graph can store as a constant."""
+        return json.dumps(self, separators=(",", ":"))
 
     def scores_by_head(self, scores: Tensor) -> Tensor:
         """Return scores as (batch, heads, queries, keys), a view where possible."""
@@ -71,10 +67,9 @@ class Layout:
 
 @cache
 def layout_from(code: str) -> Layout:
-    """Parse the code of a layout."""
-    order, heads, *flags = code.split(PARTS)
-    first, right = (bool(int(flag)) for flag in flags)
-    return Layout(tuple(map(int, order.split(AXES))), int(heads), first, right)
+    """Return the layout with this code."""
+    order, *others = json.loads(code)
+    return Layout(tuple(order), *others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,61 +84,47 @@ class WrittenPlan:
 
 def written_plan(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> WrittenPlan | None:
     """Return the plan of a call with scores of this shape; None if no probe can be placed."""
-    if not all(path.constant for path in call.paths) or not is_only_a_product(call, seen):
+    layout = layout_of(call) if call.axes.source.shape == shape and is_only_a_product(call, seen) else None
+    if layout is None:
         return None
-    layout = layout_of(call.axes) if call.axes.shape == shape else None
-    if layout is None or not layout.fits(call.scores, call.axes.product.left, call.axes.product.right):
-        return None
-    at = call.probed.product_points.at.reshape(call.heads, -1, 3)
-    row = at[..., 1 if layout.keys_are_right else 2]
-    if (at[:, 0, 0] != call.axes.groups[0]).any() or (row != call.probe.numpy()).any():
-        return None  # batch entries or rows of the product are in another order
     _, visible = call.rows_at(call.probe)
-    return WrittenPlan(layout, call.probed.multiplier.mean(1), call.trace.constant, visible is not None)
+    return WrittenPlan(layout, call.multiplier.mean(1), call.trace.constant, visible is not None)
 
 
 def is_only_a_product(call: "WrittenCall", seen: "MeasuredCall") -> bool:
-    """Return True if scores are a multiple of q·k, perhaps soft-capped, and hidden scores are recognisable."""
+    """Return True if scores are a constant multiple of q·k, perhaps soft-capped, and hidden scores are recognisable."""
     trace, axes = call.trace, call.axes
-    if trace.blended or trace.dropped or trace.other_scores or trace.learned_terms or len(trace.caps) > 1:
+    if seen.factors is None or trace.blended or trace.dropped or trace.other_scores or trace.learned_terms:
         return False
-    if axes.over_pairs or axes.between_channels or seen.wiring.softcap_discarded or call.finite_gaps:
+    if len(trace.caps) > 1 or axes.over_pairs or axes.between_channels or seen.wiring.softcap_discarded:
         return False
     if any(NEVER_A_SCORE < fill <= -HIDING_GAP for fill in trace.fills) or seen.reading.inert_fill is not None:
         return False
-    if seen.wiring.biased or any(is_bias(bias) for bias, _ in call.biases):
+    if call.finite_gaps or seen.wiring.biased or any(is_bias(bias) for bias, _ in call.biases):
         return False
-    return seen.sinks is None and not call.probed.product_points.shift.any()
+    return seen.sinks is None and not call.probed.shift.any()
 
 
-def layout_of(axes: "Axes") -> Layout | None:
-    """Return the layout of these axes; None if no Layout describes them."""
-    if axes.product.left.dim() != 3 or len(axes.query_axes) != 1:
+def layout_of(call: "WrittenCall") -> Layout | None:
+    """Return the layout of a call; None if no Layout describes it."""
+    axes = call.axes
+    if call.product.left.dim() != 3 or not axes.is_in_order or axes.query_axes != 1 or call.sink_columns != (0, 0):
         return None
-    if (axes.columns != np.arange(len(axes.columns))).any():
-        return None
-    last = (*axes.query_axes, axes.key_axis)
-    lead = [axis for axis in range(len(axes.shape)) if axis not in (*axes.other_axes, *last)] + list(axes.other_axes)
     batch, heads = axes.groups.shape
     every = np.arange(batch * heads)
-    if (axes.groups == every.reshape(batch, heads)).all():
-        return Layout((*lead, *last), heads, False, axes.keys_are_right)
-    if (axes.groups == every.reshape(heads, batch).T).all():
-        return Layout((*lead, *last), heads, True, axes.keys_are_right)
+    for heads_are_first, groups in ((False, every.reshape(batch, heads)), (True, every.reshape(heads, batch).T)):
+        if (axes.groups == groups).all():
+            return Layout(axes.order, heads, heads_are_first, not axes.view.is_turned)
     return None
 
 
-class OwnFactors(NamedTuple):
-    """Factors by which SDPA multiplied queries and keys: √|scale|, the query's with the sign of the scale."""
+def own_factors(product: Product) -> tuple[float, float] | None:
+    """Return the factors by which SDPA multiplied queries and keys: √|scale|, the query's with the sign of the scale.
 
-    query: float
-    key: float
-
-
-def own_factors(product: Product) -> OwnFactors | None:
-    """Return SDPA's own factors in a product; None if its operations are not recognised."""
+    None if its operations are not recognised.
+    """
     query, key = _multiplied_last(product.left_node), _multiplied_last(product.right_node)
-    return None if query is None or key is None or not math.isclose(abs(query), key) else OwnFactors(query, key)
+    return None if query is None or key is None or not math.isclose(abs(query), key) else (query, key)
 
 
 def factors_before(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> "tuple[Factors, Factors] | None":
@@ -151,13 +132,13 @@ def factors_before(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> "
 
     None if the call must be traced at every step, for example with axes other than (batch, heads, queries, keys).
     """
-    own = own_factors(call.axes.product)
-    if own is None or not all(path.constant for path in call.paths) or not is_only_a_product(call, seen):
+    own = own_factors(call.product)
+    if own is None or seen.factors is None or not is_only_a_product(call, seen):
         return None
-    if call.axes.shape != shape or layout_of(call.axes) != Layout(ORDER, shape[1], False, True):
+    if call.axes.source.shape != shape or layout_of(call) != Layout(ORDER, shape[1], False, True):
         return None
-    query, key = (path.factor.mean(1) for path in call.paths)
-    return query / own.query, key / own.key
+    query, key = seen.factors
+    return query / own[0], key / own[1]
 
 
 def _multiplied_last(node: Node) -> float | None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from attnscale.declared import Declared, declared
 from attnscale.tracing.parameters import Origins
-from attnscale.tracing.roles import Softmax
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.layer import Factors, MeasuredCall
 from attnscale.watching.layout import WrittenPlan
@@ -34,7 +33,6 @@ class PlannedCall:
     line: Line
     template: MeasuredCall
     written: WrittenPlan | None = None  # for hand-written attention; None: a kernel computes it
-    key_heads: int = 0  # heads of the kernel's keys, which may be copies of fewer heads
     _head_factors: dict[int, Factors] = field(default_factory=dict, repr=False)  # by number of key heads
 
     @property
@@ -42,6 +40,11 @@ class PlannedCall:
         """Constants that multiply queries and keys between projection and call, one value per head."""
         assert self.template.factors is not None  # calls without factors are not planned
         return self.template.factors
+
+    @property
+    def key_heads(self) -> int:
+        """Number of heads of the kernel's keys, which may be copies of fewer heads."""
+        return len(self.factors[1])
 
     def fits_kernel(self, query: Tensor, key: Tensor) -> bool:
         """Return True if a kernel call on these tensors has the traced number and width of heads.
@@ -119,42 +122,30 @@ class PlanRecorder:
 
     def add_kernel(self, path: str, line: Line, kernel: KernelCall, seen: MeasuredCall) -> None:
         """Record a call of a fused kernel."""
-        if kernel.kind == "sdpa" and not self._is_seen_by_probes(path):
-            self._fall_back(path, DIRECT)
-        elif kernel.kind == "flex" and path not in self._compiled:
-            self._fall_back(path, "FlexAttention that is not compiled takes no probe")
-        elif kernel.kind not in ("sdpa", "flex"):
-            self._fall_back(path, f"{kernel.kind} kernels take no probe")
-        elif kernel.heads_in_batch is not None:
-            self._fall_back(path, "its heads are merged into the batch axis")
-        elif seen.factors is None:
-            self._fall_back(path, "the factors on its queries or keys are not constant")
-        elif seen.wiring.biased:
-            self._fall_back(path, "a bias is added to its scores")
-        else:
-            self._add(path, line, seen, None, kernel.key.shape[1])
+        obstacles = {
+            "FlexAttention that is not compiled takes no probe": kernel.kind == "flex" and path not in self._compiled,
+            f"{kernel.kind} kernels take no probe": kernel.kind not in ("sdpa", "flex"),
+            "its heads are merged into the batch axis": kernel.heads_in_batch is not None,
+            "the factors on its queries or keys are not constant": seen.factors is None,
+            "a bias is added to its scores": seen.wiring.biased,
+        }
+        self._add(path, line, seen, None, next((reason for reason, holds in obstacles.items() if holds), ""))
 
     def add_written(self, path: str, line: Line, seen: MeasuredCall, layout: WrittenPlan | None) -> None:
         """Record a hand-written attention, or one that SDPA computed from plain operations (without a layout)."""
-        if seen.kind == "sdpa" and not self._is_seen_by_probes(path):
-            self._fall_back(path, DIRECT)
-        elif seen.factors is None:
-            self._fall_back(path, "its scores are not a plain multiple of q·k")
-        else:
-            self._add(path, line, seen, layout, len(seen.factors[1]))
+        if seen.factors is not None:
+            seen.highest_bias = 0.0  # any remainder is rounding
+        self._add(path, line, seen, layout, "" if seen.factors else "its scores are not a plain multiple of q·k")
 
-    def _is_seen_by_probes(self, path: str) -> bool:
-        """Return True if a probe can intercept SDPA: in a compiled graph, or by its name."""
-        return path in self._compiled or is_called_by_name()
-
-    def _add(self, path: str, line: Line, seen: MeasuredCall, layout: WrittenPlan | None, key_heads: int) -> None:
-        place = (path, line, seen.kind, seen.heads, key_heads, seen.head_dim, seen.first_row)
-        if place not in self._calls:
-            self._calls[place] = PlannedCall(path, line, seen, layout, key_heads)
-        self._running.setdefault(path, []).append(self._calls[place])
-
-    def _fall_back(self, path: str, reason: str) -> None:
-        self._fallbacks.setdefault(path, reason)
+    def _add(self, path: str, line: Line, seen: MeasuredCall, layout: WrittenPlan | None, obstacle: str) -> None:
+        if seen.kind == "sdpa" and path not in self._compiled and not is_called_by_name():
+            obstacle = DIRECT
+        if obstacle:
+            self._fallbacks.setdefault(path, obstacle)
+            return
+        call = PlannedCall(path, line, seen, layout)
+        place = (path, line, seen.kind, seen.heads, call.key_heads, seen.head_dim, seen.first_row)
+        self._running.setdefault(path, []).append(self._calls.setdefault(place, call))
 
     def ran_as(self, path: str, is_compiled: bool, is_pinned: bool, depth: int) -> None:
         """Record how an attending module is called; one called twice per forward cannot run uncompiled alone."""
@@ -169,7 +160,7 @@ class PlanRecorder:
         if known is None and not calls:
             return
         if known is not None and known.calls != calls:
-            self._fall_back(path, "its attention calls differ between runs")
+            self._fallbacks.setdefault(path, "its attention calls differ between runs")
         depth = max(depth + 1, 1 if known is None else known.depth)
         self._found[path] = ModulePlan(calls, depth, path in self._compiled)
 
@@ -204,9 +195,7 @@ def _template(call: MeasuredCall) -> MeasuredCall:
         gradients=None,
         padding=None,
         origins=Origins(*(side and side.resolved() for side in (origins.query, origins.key, origins.value))),
-        softmax=_facts(call.softmax),
+        softmax=replace(
+            call.softmax, attends=None, keep_values=None, keys_of=None, values=None, off_one=None, undefined=None
+        ),
     )
-
-
-def _facts(softmax: Softmax) -> Softmax:
-    return replace(softmax, attends=None, keep_values=None, keys_of=None, values=None, off_one=None, undefined=None)

@@ -174,8 +174,12 @@ class LayerFacts(NamedTuple):
 
 def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> str:
     """Return a table with one line per layer and a note about padding; `words` are verdicts by layer name."""
-    columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)), *(() if words is None else ("verdict",)))
-    rows = [columns, *((*_cells(layer), *(() if words is None else (words[layer.name],))) for layer in layers)]
+    rows = [(*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN))), *map(_cells, layers)]
+    if words is not None:
+        rows = [
+            (*row, word) for row, word in zip(rows, ["verdict", *(words[layer.name] for layer in layers)], strict=True)
+        ]
+    columns = rows[0]
     widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
     lines = (
         "  ".join(
@@ -215,16 +219,17 @@ def _is_over_time(keys: list[int]) -> bool:
 
 
 def _over_rows(calls: list[MeasuredCall], values: Callable[[MeasuredCall], Tensor]) -> Tensor:
-    known = [(call, values(call)) for call in calls if call.rows] or [(calls[0], values(calls[0]))]
+    """Return the mean of a value per head over the rows of all calls, without padding."""
+    known = [call for call in calls if call.rows] or calls[:1]
+    found = [values(call) for call in known]
     if len(known) == 1:
-        return known[0][1]
-    counted = [_counted(call, own.device) for call, own in known]
-    rows = sum(counted[1:], counted[0])
-    return torch.stack([own * (count / rows) for (_, own), count in zip(known, counted, strict=True)]).sum(0)
+        return found[0]
+    rows = torch.stack([_counted(call, found[0].device) for call in known])
+    return (torch.stack(found) * (rows / rows.sum()).unsqueeze(-1)).sum(0)
 
 
-def _root_over_rows(calls: list[MeasuredCall], norms: Callable[[MeasuredCall], Tensor]) -> Tensor:
-    return norms(calls[0]) if len(calls) == 1 else _over_rows(calls, lambda call: norms(call).square()).sqrt()
+def _root_over_rows(calls: list[MeasuredCall], values: Callable[[MeasuredCall], Tensor]) -> Tensor:
+    return values(calls[0]) if len(calls) == 1 else _over_rows(calls, lambda call: values(call).square()).sqrt()
 
 
 def _cosine_over_rows(calls: list[MeasuredCall]) -> Tensor | None:
@@ -236,9 +241,7 @@ def _cosine_over_rows(calls: list[MeasuredCall]) -> Tensor | None:
 def _counted(call: MeasuredCall, device: torch.device) -> Tensor:
     """Return the rows of a call without padding; padding on another device is ignored, to avoid a synchronisation."""
     rows = torch.full((), call.rows, dtype=torch.float64, device=device)  # a copy would synchronise
-    if call.padding is None or call.padding.device != device:
-        return rows
-    return rows - call.padding.sum()
+    return rows if call.padding is None or call.padding.device != device else rows - call.padding.sum()
 
 
 def _cells(layer: Layer) -> tuple[str, ...]:

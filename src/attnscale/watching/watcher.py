@@ -19,15 +19,12 @@ from attnscale.tracing.following import are_outputs_of_one_projection
 from attnscale.tracing.lineage import Lineage, Node, shape_of
 from attnscale.tracing.roles import MixedValues, Scores, Softmax
 from attnscale.tracing.softmaxes import OF_SDPA, PLAIN
-from attnscale.watching.axes import find_axes, key_channels
-from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall, OpTraits, kernel_calls, traits_of
 from attnscale.watching.layer import MeasuredCall
 from attnscale.watching.layout import factors_before, own_factors, written_plan
 from attnscale.watching.missed import MissedAttention, QueryKeyNorms, modules_that_never_attended
 from attnscale.watching.module_stack import ModuleStack
 from attnscale.watching.plan import PlanRecorder
-from attnscale.watching.saved_call import save_values
 from attnscale.watching.seen import Seen
 from attnscale.watching.written_call import WrittenCall, written_call
 
@@ -117,23 +114,21 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's class is untyped
         results = result if isinstance(result, tuple) else ()
         by_name = dict(zip(traits.results, results, strict=False))
         by_name |= dict(zip(traits.arguments, args, strict=False)) | kwargs
-        output = result[0] if isinstance(result, (tuple, list)) else result
+        output, value = result[0] if isinstance(result, (tuple, list)) else result, by_name.get("value")
         if "scaled_dot_product" in traits.name and is_nested(by_name["query"]):
             self._refuse_nested()
             return
         for call in kernel_calls(self.tracer.lineage, traits.full_name, by_name):
-            self._report(call, by_name.get("value"), output)
+            softmax = self.reporter.kernel(call)
+            if not isinstance(output, Tensor):
+                continue
+            if isinstance(value, Tensor) and not (value.is_nested or call.has_finite_lse):
+                softmax.measured(None, has_nan_of_its_own(output, value))
+            self.tracer.lineage.write(output, Node(shape_of(output), learned=True, role=MixedValues(softmax)))
 
     def _refuse_nested(self) -> None:
         self.plan_recorder.give_up(NESTED)
         self.tracer.note_not_understood(self.tracer.module)
-
-    def _report(self, call: KernelCall, value: Any, output: Any) -> None:
-        softmax = self.reporter.kernel(call)
-        if isinstance(output, Tensor):
-            if isinstance(value, Tensor) and not (value.is_nested or call.has_finite_lse):
-                softmax.measured(None, has_nan_of_its_own(output, value))
-            self.tracer.lineage.write(output, Node(shape_of(output), learned=True, role=MixedValues(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:
         try:
@@ -150,37 +145,31 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's class is untyped
 
     def conclude(self) -> None:
         """Warn about operations that could not be followed; raise if no attention was found."""
-        unfollowed = self.tracer.unfollowed
-        if self._settings.training and not self.failures and not unfollowed:
-            self.seen.plan = self.plan_recorder.plan(self.stack.called, self.seen.unused_norms)
-            self.seen.obstacle = self.plan_recorder.obstacle
-        self.seen.unfollowed = [
-            path for path in map(self.stack.display_name, unfollowed) if path not in self.seen.layers
-        ]
+        seen, plan = self.seen, self.plan_recorder
+        if self._settings.training and not self.failures and not self.tracer.unfollowed:
+            seen.plan, seen.obstacle = plan.plan(self.stack.called, seen.unused_norms), plan.obstacle
+        unfollowed = map(self.stack.display_name, self.tracer.unfollowed)
+        seen.unfollowed = [path for path in unfollowed if path not in seen.layers]
+        told = []
         if self.failures:
-            warnings.warn(
-                f"{len(self.failures)} operations could not be followed; the first is {self.failures[0]}",
-                NotFollowedWarning,
-                stacklevel=4,
+            told.append(f"{len(self.failures)} operations could not be followed; the first is {self.failures[0]}")
+        if seen.unfollowed and seen.calls:
+            told.append(
+                f"{len(seen.unfollowed)} modules are left out, because their softmax mixes values but could not be "
+                f"followed to a product of queries and keys: {', '.join(seen.unfollowed)}"
+                + f". {NESTED}"
+                * (plan.obstacle == NESTED)
             )
-        if self.seen.unfollowed and self.seen.calls:
-            nested = f". {NESTED}" * (self.plan_recorder.obstacle == NESTED)
-            warnings.warn(
-                f"{len(self.seen.unfollowed)} modules are left out, because their softmax mixes values but could not "
-                f"be followed to a product of queries and keys: {', '.join(self.seen.unfollowed)}{nested}",
-                NotFollowedWarning,
-                stacklevel=4,
-            )
-        if not self.seen.calls and not (self._settings.may_be_empty and self.stack.called):
+        is_allowed = self._settings.may_be_empty and self.stack.called
+        if not seen.calls and is_allowed:
+            told.append(f"Saw no attention: {self._nothing}.")
+        for message in told:
+            warnings.warn(message, NotFollowedWarning, stacklevel=4)
+        if not seen.calls and not is_allowed:
             raise InputError(self._why_nothing())
-        if not self.seen.calls:
-            warnings.warn(f"Saw no attention: {self._nothing}.", NotFollowedWarning, stacklevel=4)
-        self.seen.missed = MissedAttention(
-            self.reporter.unread,
-            tuple(self.seen.unfollowed),
-            modules_that_never_attended(self._modules, self.seen.modules),
-            "" if self.seen.calls else f"N{self._nothing[1:]}.",
-        )
+        never = modules_that_never_attended(self._modules, seen.modules)
+        nothing = "" if seen.calls else f"N{self._nothing[1:]}."
+        seen.missed = MissedAttention(self.reporter.unread, tuple(seen.unfollowed), never, nothing)
 
     def _why_nothing(self) -> str:
         if not self.stack.called:
@@ -245,16 +234,13 @@ class Reporter:
 
     def kernel(self, call: KernelCall) -> Softmax:
         """Measure a kernel call."""
-        module = self._stack.innermost
-        line, depth = self._stack.line_within(module), self._stack.depth(module)
-        seen = self._measured(call)
+        path = self._stack.innermost
+        line, seen = self._stack.line_within(path), self._measured(call, path)
         if self._settings.training:
-            self._note_run(module)
-            self._plan.add_kernel(module, line, call, seen)
+            self._plan.add_kernel(path, line, call, seen)
         if torch.is_grad_enabled():
-            query, key, by_head = call.heads_in_batch or (call.query, call.key, lambda gradient: gradient)
-            seen.gradients = GradientLengths.followed(query, key, seen.heads, seen.key_owners, by_head)
-        self._seen.note(".".join(filter(None, (module, call.inside))), line, seen, depth)
+            seen.gradients = call.gradients()
+        self._seen.note(".".join(filter(None, (path, call.inside))), line, seen, self._stack.depth(path))
         return seen.softmax
 
     def softmax(self, scores: Tensor, node: Node, axis: int, by: str = "") -> Softmax | None:
@@ -262,57 +248,42 @@ class Reporter:
         self.softmaxes += 1
         axis %= max(scores.dim(), 1)
         product = node.role.of if isinstance(node.role, Scores) else None
-        call = None if product is None else written_call(find_axes(product, node, axis), scores)
+        call = None if product is None else written_call(product, node, axis, scores)
         if product is None or call is None:
             if product is not None:  # other softmaxes are reported if they mix values
                 self._plan.give_up("a softmax of a product could not be followed")
             if not are_outputs_of_one_projection(node, axis):  # not a loss or a router
                 self.unread[self._stack.display_name(self._stack.innermost)] += 1
             return None
-        path = _common(product.modules, self._stack.stack)
-        line, depth = self._stack.line_within(path), self._stack.depth(path)
-        seen = self._measured(call)
+        # the innermost module that ran both at the product and at the softmax
+        path = [a for a, b in zip(product.modules, self._stack.stack, strict=False) if a == b][-1]
+        line, depth, seen = self._stack.line_within(path), self._stack.depth(path), self._measured(call, path)
         seen.kind, own = ("sdpa", own_factors(product)) if by == OF_SDPA else (seen.kind, None)
         if torch.is_grad_enabled():
-            seen.gradients = call.gradients(1.0 if own is None else own.key)
+            seen.gradients = call.gradients(1.0 if own is None else own[1])
         if self._settings.training:
-            self._record(call, seen, path, by, tuple(scores.shape))
+            planned, shape = None, tuple(scores.shape)
+            if by == OF_SDPA:
+                seen.factors = factors_before(call, seen, shape)
+            else:
+                planned = written_plan(call, seen, shape) if by == PLAIN and not product.learned_query else None
+                seen.factors = None if planned is None else seen.factors
+            self._plan.add_written(path, line, seen, planned)
         seen.softmax = Softmax(
             axis,
             lambda: self._seen.note(path, line, seen, depth),
             waits=product.learned_query,
             rank=scores.dim(),
-            keys_of=(lambda points: key_channels(product, node, points)) if call.shares_keys else None,
+            keys_of=call.axes.key_channels if call.shares_keys else None,
+            keep_values=None if seen.kept is None else partial(call.save_values, seen.kept),
         )
-        if seen.kept is not None:
-            seen.softmax.keep_values = partial(save_values, call.axes, seen.kept)
         product.has_softmax = True
         return seen.softmax
 
-    def _record(self, call: WrittenCall, seen: MeasuredCall, path: str, by: str, shape: tuple[int, ...]) -> None:
-        """Record a call in the plan: one of SDPA, or of a plain softmax of scores with this shape."""
-        planned = None
-        if by == OF_SDPA:
-            seen.factors = factors_before(call, seen, shape)
-        elif by == PLAIN and not call.axes.product.learned_query:
-            planned = written_plan(call, seen, shape)
-            seen.factors = None if planned is None else tuple(path.factor.mean(1) for path in call.paths)
-        if seen.factors is not None:
-            seen.highest_bias = 0.0  # any remainder is rounding
-        self._note_run(path)
-        self._plan.add_written(path, self._stack.line_within(path), seen, planned)
-
-    def _note_run(self, path: str) -> None:
-        is_compiled, is_pinned = self._stack.compiled()
-        self._seen.is_compiled |= is_compiled
-        self._plan.ran_as(path, is_compiled, is_pinned, self._stack.depth(path))
-
-    def _measured(self, call: KernelCall | WrittenCall) -> MeasuredCall:
-        if self._settings.training and not torch.is_grad_enabled():
-            self._seen.without_gradients = True
+    def _measured(self, call: KernelCall | WrittenCall, path: str) -> MeasuredCall:
+        if self._settings.training:
+            self._seen.without_gradients |= not torch.is_grad_enabled()
+            is_compiled, is_pinned = self._stack.compiled()
+            self._seen.is_compiled |= is_compiled
+            self._plan.ran_as(path, is_compiled, is_pinned, self._stack.depth(path))
         return call.measure(self._settings.rows, self._settings.keep)
-
-
-def _common(first: tuple[str, ...], second: list[str]) -> str:
-    """Return the innermost module that was running at both times."""
-    return [a for a, b in zip(first, second, strict=False) if a == b][-1]

@@ -3,162 +3,144 @@
 The multiplier of q·k is read from the operations in between and checked against the scores, which win if they differ.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.measure.lengths import mean_cosine, mean_lengths
 from attnscale.numerics import HALF_DTYPES, constant_on, wide_dtype
-from attnscale.tracing.coordinates import NOWHERE
-from attnscale.tracing.following import ProjectionPath, Trace
-from attnscale.tracing.parameters import Origins, released
+from attnscale.tracing.coordinates import NOWHERE, grid, viewed
+from attnscale.tracing.following import Trace, channels, follow
+from attnscale.tracing.lineage import Node
+from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Product, Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
-from attnscale.watching.axes import Axes, Operands, channels_of, points_in_product
+from attnscale.watching.axes import Axes, ProductPoints, ProductView, find_axes
+from attnscale.watching.call import COMPUTED, AttentionCall, Scored
 from attnscale.watching.gradients import GradientLengths
-from attnscale.watching.layer import COMPUTED, MeasuredCall, Reading, Wiring, differs_by_row
-from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal, spread_positions
-from attnscale.watching.saved_call import save_written_call
+from attnscale.watching.layer import Reading, SavedCall, Wiring
+from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal
 
-EXPLAINED = 0.9  # least share of the variance of scores that q·k must explain, if nothing else is in them
-PROBED_ROWS = 4
-NORMED_ROWS = 64
 DISAGREEMENT = 0.01  # relative; half precision rounds a slope by less
 VISIBLE_BIAS = 0.02  # relative to the spread of the scores; half precision rounds them by less
 FACTOR_OF_ONE = 1e-6
 
 
-def written_call(axes: Axes | None, scores: Tensor) -> "WrittenCall | None":
-    """Return the attention of a softmax; None if its input cannot be followed to the product."""
+def written_call(product: Product, node: Node, axis: int, scores: Tensor) -> "WrittenCall | None":
+    """Return the attention of a softmax over this axis of `scores`; None if these cannot be followed to the product."""
+    axes = find_axes(product, node, axis)
     if axes is None:
         return None
-    written = WrittenCall(axes, scores.detach().reshape(axes.shape))
-    return written if written.probed.product_points.are_found.all() else None
+    scores = axes.scores_by_group(scores.detach().reshape(axes.source.shape))
+    return WrittenCall("eager", *axes.query, *axes.key, product, axes, scores, axes.over_pairs)
 
 
 @dataclass(frozen=True)
-class WrittenCall:
-    """One hand-written attention; `probe` holds positions in the first batch entry that are examined closely."""
+class WrittenCall(AttentionCall):
+    """One hand-written attention; queries and keys are those of the product."""
 
+    kind: str
+    query: Tensor
+    query_node: Node | None
+    key: Tensor
+    key_node: Node | None
+    product: Product
     axes: Axes
-    scores: Tensor
+    scores: Tensor  # (…, queries, columns), by group
+    over_pairs: bool
 
     @property
     def heads(self) -> int:
-        return int(self.axes.groups.shape[1])
+        return self.query.shape[1]
 
     @property
     def shares_keys(self) -> bool:
         """True if several query heads share a key, in a product q @ kᵀ."""
-        return self.axes.keys_are_right and 1 < self.axes.kv_heads < self.heads
+        return not self.axes.view.is_turned and 1 < int(self.owners.max()) + 1 < self.heads
 
     @cached_property
-    def probe(self) -> Tensor:
-        """Positions spread over the queries."""
-        return spread_positions(self.axes.length, PROBED_ROWS)
-
-    @cached_property
-    def probed(self) -> Operands:
-        """Queries and keys of the probed rows of every head."""
-        return Operands.of(self.axes, self.axes.groups[0], self.probe.numpy())
+    def probed(self) -> ProductPoints:
+        """The first key of the probed rows of every head of the first batch entry."""
+        return self.axes.followed(self.axes.groups[0], self.probe.numpy())
 
     @property
     def trace(self) -> Trace:
         """Operations from the softmax back to the product, for the first probed rows."""
-        return self.probed.product_points.traces[0]
+        return self.probed.traces[0]
 
-    def measure(self, rows: int | None, keep: bool) -> MeasuredCall:
-        """Measure this call."""
-        axes, (query_path, key_path) = self.axes, self.paths
+    def scored(self, rows: int | None) -> Scored:
+        """Measure the scores."""
+        product, trace = self.product, self.trace
+        batch, heads, length, _ = self.query.shape
         scores, visible = self.rows_at(self.probe)
-        batch, heads = axes.groups.shape
-        by_row = Rows(batch, heads, axes.length, scores.shape[-1], visible is not None, self.rows_at)
+        by_row = Rows(batch, heads, length, scores.shape[-1], visible is not None, self.rows_at)
         shown = self._in_product.expand(scores.shape) if visible is None else visible & self._in_product
-        inert = inert_fill(self.trace, scores[0], shown[0])
+        inert = inert_fill(trace, scores[0], shown[0])
         shown = shown if inert is None else shown & (scores != inert)
         hidden = None if visible is None else by_row.keys_nobody_sees(self.probe)
         hidden = None if hidden is None else hidden[:, self._in_product]
-        attends_itself = query_path.source is not None and query_path.source is key_path.source
-        padding = hidden if attends_itself and hidden is not None and hidden.shape[-1] == axes.length else None
-        query_norm, key_norm, cosine = self.norms(padding, hidden, every=rows is None)
-        biased = self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0])
-        fitted = fit(self.predicted, scores[0], shown[0]) if self.is_pure else None
-        scales = self.scales(fitted)
-        kept = save_written_call(self, scales, padding) if keep and not self._parts else None
-        return MeasuredCall(
-            kind="eager",
-            heads=self.heads,
-            kv_heads=axes.kv_heads,
-            key_owners=axes.owners,
-            first_row=axes.first_row,
-            head_dim=self.head_dim,
-            model_dims=tuple({width for width in (query_path.width, self.heads * self.head_dim) if width}),
-            query_len=axes.length,
-            key_len=int(self._in_product.sum()),
-            causal=visible is not None and looks_causal(visible[..., self._in_product], self.probe, axes.length),
-            softcap=self.softcap,
-            dtype=axes.product.left.dtype,
-            stats=by_row.without(padding).measure(rows, self.highest),
-            scales=scales,
-            query_norm=query_norm,
-            key_norm=key_norm,
-            batch=batch,
-            attends_itself=attends_itself,
-            padding=padding,
-            wiring=Wiring(
-                normalised=query_path.normalised and key_path.normalised,
-                biased=biased,
+        padding = None
+        if hidden is not None and hidden.shape[-1] == length and self.is_self_attention:
+            padding = hidden
+        predicted = self.predicted
+        multiplier, explained = self.multiplier, 1.0
+        if self.is_pure:
+            slope, share = (each.cpu().numpy() for each in fit(predicted, scores[0], shown[0]))
+            multiplier = multiplier * np.where(np.abs(slope - 1) > DISAGREEMENT, slope, 1.0)[:, None]
+            explained = 1.0 if self.query.dtype in HALF_DTYPES else float(share.min())
+        return Scored(
+            by_row.without(padding).measure(rows, self.highest),
+            multiplier,
+            self.softcap,
+            visible is not None and looks_causal(visible[..., self._in_product], self.probe, length),
+            hidden,
+            padding,
+            Wiring(
+                biased=self._adds and _stands_out(scores[0] - predicted, scores[0], shown[0]),
                 bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
-                softcap_discarded=axes.product.capped and self.softcap is None and not axes.product.times_own_tanh,
-                softcap_unbounded=axes.product.times_own_tanh and self.softcap is None,
+                softcap_discarded=product.capped and self.softcap is None and not product.times_own_tanh,
+                softcap_unbounded=product.times_own_tanh and self.softcap is None,
             ),
-            cosine=cosine if biased else None,
-            over_pairs=axes.over_pairs,
-            kept=kept,
-            origins=self.origins(),
-            sinks=self.sinks(scores[0]),
-            highest_bias=self.highest_bias(scores[0], shown[0]),
-            reading=reading_of(self, fitted, inert),
+            self.highest_bias(scores[0], shown[0]),
+            reading_of(self, inert),
+            None if self._has_no_sinks else scores[0][..., ~self._in_product].amax((-2, -1)).double().cpu(),
+            by_row,
+            explained,
         )
-
-    @cached_property
-    def paths(self) -> tuple[ProjectionPath, ProjectionPath]:
-        """Operations on the probed queries, and on their keys, since their projections."""
-        return self.probed.path(queries=True), self.probed.path(queries=False)
 
     @property
     def head_dim(self) -> int:
         """Number of multiplied features, over all products: some attentions add products of two kinds of features."""
-        return int(sum(part.left.shape[-1] for part in (self.axes.product, *self._parts)))
+        return int(sum(part.left.shape[-1] for part in (self.product, *self._parts)))
 
     @cached_property
     def _parts(self) -> list[Product]:
         """Products of other features of the same queries and keys, added with the same scale."""
         if not self.trace.other_scores:
             return []
-        own, parts = set(channels_of(self.axes.product)), []
+        own, parts = set(_first_channels(self.product)), []
         for node, factor in self.trace.other_scores:
             if not isinstance(node.role, Scores) or node.role.of.has_softmax:
                 continue
             product = node.role.of
-            if own.intersection(theirs := channels_of(product)) or () in theirs:
+            if own.intersection(theirs := _first_channels(product)) or () in theirs:
                 continue  # a positional term: the same query, or key, times positions
-            product_points = points_in_product(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
-            total = product_points.factor[0] * factor * product.alpha
-            if product_points.are_found.all() and np.isclose(total, self.probed.multiplier.flat[0], rtol=1e-4):
+            first = ProductView(product, is_turned=False).points(node, np.zeros((1, len(node.shape)), dtype=np.int64))
+            total = first.factor[0] * factor * product.alpha
+            if first.are_found.all() and np.isclose(total, self.multiplier.flat[0], rtol=1e-4):
                 parts.append(product)
         return parts
 
     @property
     def biases(self) -> tuple[tuple[Tensor, float], ...]:
         """Operands added to the scores, each with the factor that multiplied it afterwards."""
-        bias = self.axes.product.bias
-        own = () if bias is None else ((bias, float(self.probed.product_points.factor.mean())),)
+        bias = self.product.bias
+        own = () if bias is None else ((bias, float(self.probed.factor.mean())),)
         return self.trace.biases + own
 
     @property
@@ -166,67 +148,55 @@ class WrittenCall:
         """Soft-cap: the factor on a tanh of the scores."""
         return abs(self.trace.caps[0]) if self.trace.caps else None
 
+    @property
+    def multiplier(self) -> NDArray[np.float64]:
+        """Factor between the product and the softmax, (heads, probed rows)."""
+        return self.probed.factor.reshape(self.heads, -1) * self.product.alpha
+
     @cached_property
     def predicted(self) -> Tensor:
-        """Scores of the probed rows, (heads, rows, keys), predicted from the operations after the product."""
-        return self.probed.predicted(self.softcap)
+        """Scores of the probed rows, (heads, rows, columns), predicted from the operations after the product."""
+        return self._predicted(self.probe, self.probed, slice(1))[0]
+
+    def _predicted(self, positions: Tensor, found: ProductPoints, entries: slice) -> Tensor:
+        """Return the predicted scores of these rows, without biases, (batch, heads, rows, columns); zero for sinks."""
+        query, key = self.query[entries, :, positions.to(self.query.device)], self.key[entries]
+        scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT
+        factor = found.factor.reshape(*scores.shape[:3], 1) * self.product.alpha
+        scores = scores * torch.from_numpy(factor).to(scores)
+        scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+        if self._has_no_sinks:
+            return scores
+        whole = scores.new_zeros(*scores.shape[:3], len(self.axes.columns))
+        whole[..., self._in_product] = scores
+        return whole
 
     @property
     def _adds(self) -> bool:
-        return self.trace.added or self.axes.product.bias is not None
-
-    def scales(self, fitted: "Fit | None") -> Tensor:
-        """Return the slope of the softmax's input on q·k, one value per head."""
-        stated = torch.from_numpy(self.stated.mean(1))
-        if fitted is None:
-            return stated  # other terms in the scores would distort a fitted slope
-        slope = fitted.slope.cpu()
-        return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
-
-    @property
-    def stated(self) -> NDArray[np.float64]:
-        """Multiplier of q·k according to the operations, (heads, rows)."""
-        query, key = self.paths
-        return query.signed_factor * key.signed_factor * self.probed.multiplier
+        return self.trace.added or self.product.bias is not None
 
     @property
     def is_pure(self) -> bool:
-        impure = self._adds or self.trace.blended or self.trace.dropped or self.axes.over_pairs
+        """True if other terms in the scores do not distort a fitted slope."""
+        impure = self._adds or self.trace.blended or self.trace.dropped or self.over_pairs
         return not impure and self.softcap is None
 
     def gradients(self, factor: float = 1.0) -> GradientLengths:
         """Add gradient hooks to the operands of the product; `factor` undoes SDPA's own factor."""
-        product, groups = self.axes.product, self.axes.groups
-        found = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).product_points.at[:, 0]
-        if product.left.dim() != 3 or product.right.dim() != 3 or len(np.unique(found)) < len(found):
-            return GradientLengths()  # several heads share one batch entry
-        entries = found.reshape(groups.shape)
-        query, key = (product.left, product.right) if self.axes.keys_are_right else (product.right, product.left)
-        return GradientLengths.followed(
-            query, key, self.heads, self.axes.owners, lambda each: factor * each[constant_on(each.device, entries)]
-        )
+        entries, product = self.axes.entries, self.product
+        if len(np.unique(entries)) < entries.size:
+            return GradientLengths()  # several heads share one entry
 
-    def norms(self, padding: Tensor | None, hidden: Tensor | None, every: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ‖q‖, ‖k‖ and their cosine for each head without padding; norms are those after the projections."""
-        length, keys = self.axes.length, int(self._in_product.sum())
-        positions, columns = (spread_positions(size, size if every else NORMED_ROWS) for size in (length, keys))
-        some = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
-        vectors = some.queries(), some.keys(chosen=columns.numpy())
-        queries, keys_seen = (each.unflatten(0, self.axes.groups.shape) for each in vectors)
-        left_out = _chosen(padding, positions), _chosen(hidden, columns)
-        query, key = mean_lengths(queries, keys_seen, left_out)
-        of_query, of_key = (torch.from_numpy(np.abs(path.factor).mean(1)) for path in self.paths)
-        return query.cpu() / of_query, key.cpu() / of_key, mean_cosine(queries, keys_seen, left_out).cpu()
+        def by_head(gradient: Tensor) -> Tensor:
+            whole = gradient.reshape(-1, *gradient.shape[-2:])
+            return factor * whole[constant_on(gradient.device, entries)]
 
-    def origins(self) -> Origins:
+        operands = (product.right, product.left) if self.axes.view.is_turned else (product.left, product.right)
+        return GradientLengths.followed(*operands, self.owners, by_head)
+
+    def find_origins(self) -> Origins:
         """Return the origins of queries and keys; empty for a sum of products or for mixed heads."""
-        if self.trace.other_scores or self.trace.mixed:
-            return Origins()
-        return Origins(*(released(self.probed.origin(queries)) for queries in (True, False)))
-
-    def sinks(self, scores: Tensor) -> Tensor | None:
-        """Return the largest sink score of the probed rows, one value per head; None without sinks."""
-        return None if bool(self._in_product.all()) else scores[..., ~self._in_product].amax((-2, -1)).double().cpu()
+        return Origins() if self.trace.other_scores or self.trace.mixed else super().find_origins()
 
     def highest_bias(self, scores: Tensor, shown: Tensor) -> float:
         """Return the largest value added to a score, by known biases and in the probed rows."""
@@ -241,22 +211,48 @@ class WrittenCall:
         """True for keys in the product, False for a sink."""
         return torch.from_numpy(self.axes.columns != NOWHERE).to(self.scores.device)
 
-    @cached_property
-    def _by_group(self) -> Tensor:
-        axes = self.axes
-        moving = (*axes.other_axes, *axes.query_axes, axes.key_axis)
-        single = [axis for axis in range(len(axes.shape)) if axis not in moving]
-        view = self.scores.permute(*single, *moving)
-        return view.flatten(-1 - len(axes.query_axes), -2) if axes.query_axes else view.unsqueeze(-2)
+    @property
+    def _has_no_sinks(self) -> bool:
+        return len(self.axes.columns) == self.key.shape[2]
+
+    @property
+    def sink_columns(self) -> tuple[int, int]:
+        """Number of sinks before and after the keys."""
+        shown = np.flatnonzero(self.axes.columns != NOWHERE)
+        return int(shown[0]), int(len(self.axes.columns) - 1 - shown[-1])
+
+    def _saved(self, *given: Any) -> SavedCall | None:
+        """Save the call; None if scales · q·k are not all of its features, or not by row and key."""
+        has_inner_sinks = sum(self.sink_columns) + self.key.shape[2] != len(self.axes.columns)
+        return None if self._parts or self.over_pairs or has_inner_sinks else super()._saved(*given)
+
+    def save_values(self, saved: SavedCall, weights: Node, values: Tensor, side: int) -> None:
+        """Save the values in weights @ values (side 0) or valuesᵀ @ weightsᵀ (side 1), if they can be identified."""
+        values = values.mT if side else values
+        if values.dim() != 3 or len(weights.shape) != 3:
+            return
+        axes, (entries, *sizes) = self.axes, weights.shape
+        points = grid(entries, 1, sizes[1]) if side else grid(entries, sizes[0], 1)
+        place = np.full(axes.groups.size, NOWHERE)
+        for trace in follow(weights, points):
+            if trace.node.role is not weights.role:
+                return
+            at = viewed("view", axes.source.shape, trace.node.shape)[0](trace.points)
+            place[axes.group_of(at)] = points[trace.index, 0]
+        keys = values.shape[1]
+        if (place == NOWHERE).any() or keys not in (self.key.shape[2], len(axes.columns)):
+            return
+        found = values.detach()[place[axes.groups]].to(saved.query.dtype)
+        saved.value = F.pad(found, (0, 0, *self.sink_columns)) if keys < len(axes.columns) else found
 
     def _by_head(self, groups: Tensor) -> Tensor:
-        """Return values of flat (batch, head) groups as (batch, heads, …)."""
-        return groups[torch.from_numpy(self.axes.groups).to(groups.device)]
+        """Return values of each group, (…, rows or 1, columns or 1), as (batch, heads, rows, columns)."""
+        return groups.reshape(-1, *groups.shape[-2:])[constant_on(groups.device, self.axes.groups)]
 
     def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores of these rows, (batch, heads, rows, keys), and which of them are visible; None: all."""
-        chosen = self._by_group.index_select(-2, positions.to(self.scores.device))
-        scores = self._by_head(chosen.reshape(-1, *chosen.shape[-2:])).to(wide_dtype(chosen))
+        chosen = self.scores.index_select(-2, positions.to(self.scores.device))
+        scores = self._by_head(chosen).to(wide_dtype(chosen))
         may_hide = self.trace.fills or self._shifted or self.finite_gaps
         if scores.device.type == "cpu" and scores.numel() and not may_hide and bool(scores.amin() > NEVER_A_SCORE):
             return scores, None
@@ -265,15 +261,15 @@ class WrittenCall:
             if NEVER_A_SCORE < fill <= -HIDING_GAP:
                 hidden |= torch.isclose(scores, scores.new_tensor(fill), rtol=1e-3)
         if self._shifted or self.finite_gaps:
-            rows = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
-            scores = scores + torch.from_numpy(rows.shift).to(scores).view(*scores.shape[:3], 1)
+            found = self.axes.followed(self.axes.groups.ravel(), positions.numpy())
+            scores = scores + torch.from_numpy(found.shift).to(scores).view(*scores.shape[:3], 1)
             for gap, highest in self.finite_gaps:
-                hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap, highest)
+                hidden |= hidden_by(scores - self._predicted(positions, found, slice(None)), gap, highest)
         return scores, ~hidden if bool(hidden.any()) else None
 
     @cached_property
     def _shifted(self) -> bool:
-        return bool(self.probed.product_points.shift.any())
+        return bool(self.probed.shift.any())
 
     @cached_property
     def finite_gaps(self) -> list[tuple[float, float]]:
@@ -286,39 +282,24 @@ class WrittenCall:
         """Return the largest score of each head; inf if rows were shifted."""
         if self._shifted:
             return torch.full((self.heads,), torch.inf, dtype=torch.float64)
-        return self._by_head(self._by_group.amax((-2, -1)).reshape(-1)).amax(0).double()
+        return self._by_head(self.scores.amax((-2, -1), keepdim=True)).amax((0, 2, 3)).double()
 
 
-class Fit(NamedTuple):
-    """Linear fit of scores on their prediction, one value per head."""
-
-    slope: Tensor
-    explained: Tensor  # R²
-
-
-def reading_of(call: WrittenCall, fitted: Fit | None, fill: float | None) -> Reading:
-    """Return facts about the operations before the softmax; `fitted` is None if scores contain more than q·k."""
-    of_paths, trace = Reading.of_paths(*call.paths), call.trace
-    after = trace.after_caps
-    return replace(
-        of_paths,
-        unread=_unread(call, of_paths.unread, fitted),
+def reading_of(call: WrittenCall, fill: float | None) -> Reading:
+    """Return facts about the operations between the product and the softmax."""
+    trace, cap, after = call.trace, call.softcap, call.trace.after_caps
+    flags = (added * by for bias, by in call.biases if (added := flags_added(bias)) is not None)
+    masks = (each <= -HIDING_GAP if isinstance(each, float) else hiding_gap(each) for each in trace.under_cap)
+    return Reading(
+        unread=_unread(call),
         learned_terms=trace.learned_terms,
-        learned_factor=of_paths.learned_factor or trace.learned_factor,
+        learned_factor=trace.learned_factor,
         dropped=trace.dropped,
         inert_fill=fill,
-        capped_mask=capped_mask(trace, call.softcap),
-        inert_added=next((added * by for bias, by in call.biases if (added := flags_added(bias)) is not None), None),
+        capped_mask=-cap if cap is not None and any(masks) else None,
+        inert_added=next(flags, None),
         scale_after_cap=float(np.prod(after[:-1])) if trace.caps and len(after) > 1 else None,
     )
-
-
-def capped_mask(trace: Trace, cap: float | None) -> float | None:
-    """Return the value of masked scores after a soft-cap; None if none was masked before it."""
-    hides = (
-        each <= -HIDING_GAP if isinstance(each, float) else hiding_gap(each) is not None for each in trace.under_cap
-    )
-    return -cap if cap is not None and any(hides) else None
 
 
 def inert_fill(trace: Trace, scores: Tensor, shown: Tensor) -> float | None:
@@ -330,8 +311,11 @@ def inert_fill(trace: Trace, scores: Tensor, shown: Tensor) -> float | None:
     return None
 
 
-def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> Fit:
-    """Fit scores (heads, rows, keys) on their prediction, each row with its own intercept."""
+def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit scores (heads, rows, keys) on their prediction, each row with its own intercept.
+
+    Return the slope and the explained share of the variance, R², of each head.
+    """
     both = torch.stack([predicted, scores]).double()
     if shown.device.type == "cpu" and bool(shown.all()):  # not on a GPU, where this would synchronise
         both -= both.mean(-1, keepdim=True)
@@ -341,31 +325,21 @@ def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> Fit:
         both = (both - both.sum(-1, keepdim=True) / count).masked_fill(~shown, 0.0)
     x, y = both.flatten(2)
     together, own, total = (x * y).sum(-1), x.square().sum(-1), y.square().sum(-1)
-    return Fit(_or_one(together / own), _or_one(together.square() / (own * total)))
+    return _or_one(together / own), _or_one(together.square() / (own * total))
 
 
 def _or_one(values: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), values, 1.0)
 
 
-def _unread(call: WrittenCall, lost: str, fitted: Fit | None) -> str:
+def _unread(call: WrittenCall) -> str:
     if call.axes.between_channels:
         return "its product sums over positions: channels attend to channels, and d_k is the length"
     if call.trace.blended:
         return "an operation between its product and its softmax was not recognised"
     if call.trace.shared_out:
         return "q·k is one of several terms with learned weights"
-    if call.trace.computed_factor:
-        return COMPUTED
-    why = lost or differs_by_row(call.stated)
-    if why or fitted is None or call.axes.product.left.dtype in HALF_DTYPES:
-        return why
-    explained = float(fitted.explained.min())
-    return f"q·k explains only {explained:.0%} of the variance of its scores" if explained < EXPLAINED else ""
-
-
-def _chosen(left_out: Tensor | None, positions: Tensor) -> Tensor | None:
-    return None if left_out is None else left_out[:, positions.to(left_out.device)]
+    return COMPUTED if call.trace.computed_factor else ""
 
 
 def _stands_out(rest: Tensor, scores: Tensor, visible: Tensor) -> bool:
@@ -373,3 +347,9 @@ def _stands_out(rest: Tensor, scores: Tensor, visible: Tensor) -> bool:
     if rest.numel() < 2 or not bool(torch.isfinite(rest).all()):
         return False
     return bool(rest.std() > VISIBLE_BIAS * scores.std())
+
+
+def _first_channels(product: Product) -> list[tuple[object, ...]]:
+    """Return the channels of a product's first query and first key."""
+    nodes = (product.left_node, product.right_node)
+    return [channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0] for node in nodes]

@@ -2,24 +2,26 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from attnscale.numerics import constant_on
 from attnscale.torch_internals import has_kernel, schema_of
-from attnscale.tracing.coordinates import Indices, Points, grid
+from attnscale.tracing.coordinates import Points, grid
 from attnscale.tracing.following import channels
 from attnscale.tracing.lineage import Lineage, Node, moved
-from attnscale.visibility import Visibility
+from attnscale.watching.axes import heads_of
 from attnscale.watching.kernels import flash, sdpa
 from attnscale.watching.kernels.kernel_call import KernelCall
 
 __all__ = ["KernelCall", "OpTraits", "kernel_calls", "traits_of"]
 
 DEVICES = ("cpu", "cuda")
+NODES = ("query_node", "key_node", "value_node")  # lineages in a KernelCall
 Reader = Callable[[Lineage, dict[str, Any]], Iterator[KernelCall]]
 
 # By operation name; a final star matches any ending.
@@ -29,9 +31,9 @@ READERS: dict[str, Reader] = {
     "aten::_native_multi_head_attention": sdpa.multi_head_attention,
     "aten::_transformer_encoder_layer_fwd": sdpa.encoder_layer,
     "flash_attn::_flash_attn_forward": flash.flash,
-    "flash_attn::_flash_attn_varlen_forward": flash.flash_varlen,
-    "torch_attn::_varlen_attn": flash.varlen,
-    "aten::_flash_attention_forward": flash.varlen,
+    "flash_attn::_flash_attn_varlen_forward": flash.flash,
+    "torch_attn::_varlen_attn": flash.flash,
+    "aten::_flash_attention_forward": flash.flash,
     "aten::_efficient_attention_forward": flash.efficient,
     "flex_attention": sdpa.flex,
 }
@@ -46,10 +48,7 @@ def kernel_calls(lineage: Lineage, name: str, args: dict[str, Any]) -> Iterator[
 
 
 def _reader(name: str) -> Reader | None:
-    by_prefix = (
-        reader for pattern, reader in READERS.items() if pattern.endswith("*") and name.startswith(pattern[:-1])
-    )
-    return READERS.get(name) or next(by_prefix, None)
+    return next((reader for pattern, reader in READERS.items() if fnmatchcase(name, pattern)), None)
 
 
 @dataclass(frozen=True)
@@ -92,55 +91,35 @@ def with_heads_on_their_axis(call: KernelCall) -> KernelCall:
     node = call.query_node
     if node is None or len(node.shape) != 4 or not all(node.shape) or call.visibility.documents is not None:
         return call
-    batch, heads = node.shape[:2]
+    batch, kernel_heads = node.shape[:2]
     ends = grid(batch, 1, 1, 1)[[0, min(1, batch - 1), batch - 1]]
     if len(set(channels(node, ends))) == 1:
         return call
-    entries_of: dict[tuple[object, ...], list[int]] = {}
-    for number, channel in enumerate(channels(node, grid(batch, heads, 1, 1))):
-        entries_of.setdefault(channel, []).append(number)
-    if () in entries_of or len({len(entries) for entries in entries_of.values()}) > 1:
+    found = channels(node, grid(batch, kernel_heads, 1, 1))
+    places = None if () in found else heads_of(found)
+    if places is None:
         return call
-    order = _Order(heads, np.array(list(entries_of.values())).T)
-    return replace(
-        call,
-        query=order.tensor(call.query),
-        key=order.tensor(call.key),
-        query_node=order.node(node),
-        key_node=None if call.key_node is None else order.node(call.key_node),
-        visibility=order.visibility(call.visibility, batch),
-        value_node=None if call.value_node is None else order.node(call.value_node),
-        value=None if call.value is None else order.tensor(call.value),
-        lse=None if call.lse is None else order.tensor(call.lse),
-        heads_in_batch=(call.query, call.key, order.tensor),
-    )
 
-
-@dataclass(frozen=True)
-class _Order:
-    """Position of each head of each batch entry in the kernel's merged (batch · heads) axis."""
-
-    kernel_heads: int
-    entries: Indices  # (batch, heads)
-
-    def tensor(self, tensor: Tensor) -> Tensor:
+    def by_head(tensor: Tensor) -> Tensor:
         """Return a tensor as (batch, heads, …), with keys repeated for each query head."""
-        each = tensor.repeat_interleave(self.kernel_heads // tensor.shape[1], 1).flatten(0, 1)
-        return each[torch.from_numpy(self.entries).to(tensor.device)]
+        each = tensor.repeat_interleave(kernel_heads // tensor.shape[1], 1).flatten(0, 1)
+        return each[constant_on(tensor.device, places)]
 
-    def node(self, node: Node) -> Node:
-        """Return a node reordered to (batch, heads, …)."""
-        share = self.kernel_heads // node.shape[1]
+    def node_by_head(node: Node) -> Node:
+        share = kernel_heads // node.shape[1]
 
         def back(points: Points) -> Points:
-            batch, head = np.divmod(self.entries[points[:, 0], points[:, 1]], self.kernel_heads)
-            return np.stack([batch, head // share, points[:, 2], points[:, 3]], axis=1)
+            entry, head = np.divmod(places[points[:, 0], points[:, 1]], kernel_heads)
+            return np.stack([entry, head // share, points[:, 2], points[:, 3]], axis=1)
 
-        return moved(node, (*self.entries.shape, *node.shape[2:]), back)
+        return moved(node, (*places.shape, *node.shape[2:]), back)
 
-    def visibility(self, visibility: Visibility, batch: int) -> Visibility:
-        """Return the visibility reordered to (batch, heads, …)."""
-        mask = visibility.mask
-        if mask is None or mask.shape[:-2].numel() == 1:
-            return visibility
-        return replace(visibility, mask=self.tensor(mask.expand(batch, self.kernel_heads, *mask.shape[-2:])))
+    reordered: dict[str, Any] = {}
+    for name in ("query", "key", "value", "lse", *NODES):
+        given = getattr(call, name)
+        if given is not None:
+            reordered[name] = node_by_head(given) if name in NODES else by_head(given)
+    mask, visibility = call.visibility.mask, call.visibility
+    if mask is not None and mask.shape[:-2].numel() > 1:
+        visibility = replace(visibility, mask=by_head(mask.expand(batch, kernel_heads, *mask.shape[-2:])))
+    return replace(call, **reordered, visibility=visibility, heads_in_batch=(call.query, call.key, by_head))

@@ -4,36 +4,34 @@ They cover flash-attn, torch.nn.attention.varlen, and the kernels that SDPA runs
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from attnscale.tracing.lineage import Lineage, Node, view_of
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall
 
+SIDES = (("q", "query"), ("k", "key"), ("v", "value"))
+STARTS = ("cu_seqlens_{}", "cu_seq_{}", "cum_seq_{}")  # where each packed sequence starts
+
 
 def flash(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Read flash-attn: (batch, positions, heads, features), causal aligned to the last key."""
-    yield _flash_kernel(args, *(lineage.node(args[name]) for name in ("q", "k", "v")))
+    """Read flash attention: (batch, positions, heads, features), or packed (total, heads, features).
 
-
-def flash_varlen(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Read flash-attn over packed sequences."""
-    starts = {name: args[f"cu_seqlens_{name}"].tolist() for name in ("q", "k")}
-    starts["v"] = starts["k"]
-    for number in range(len(starts["q"]) - 1):
-        parts = {name: slice(*starts[name][number : number + 2]) for name in starts}
-        one = {**args, **{name: args[name][None, part] for name, part in parts.items()}}
-        if one["q"].numel() and one["k"].numel():
-            yield _flash_kernel(one, *(_part(lineage.node(args[name]), part) for name, part in parts.items()))
-
-
-def varlen(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
-    """Read _varlen_attn and _flash_attention_forward: packed (total, heads, features), or a batch of one length."""
-    left, right = args.get("window_size") or (args.get("window_size_left"), args.get("window_size_right"))
-    starts = [args.get(name) for name in ("cu_seq_q", "cu_seq_k")]
-    starts = [args.get(name) for name in ("cum_seq_q", "cum_seq_k")] if starts[0] is None else starts
-    arguments = _as_flash(args, starts, bool(args.get("is_causal")), left, right)
-    yield from (flash if starts[0] is None else flash_varlen)(lineage, arguments)
+    Causality is aligned to the last key.
+    """
+    tensors = [_first(args, *names) for names in SIDES]
+    nodes = [lineage.node(tensor) for tensor in tensors]
+    query_starts, key_starts = (_first(args, *(name.format(side) for name in STARTS)) for side in "qk")
+    if query_starts is None:
+        yield _call(args, tensors, nodes)
+        return
+    ends = [pairwise(each.tolist()) for each in (query_starts, query_starts if key_starts is None else key_starts)]
+    for query, key in zip(*ends, strict=True):
+        parts = [slice(*query), slice(*key), slice(*key)]
+        some = [tensor[None, part] for tensor, part in zip(tensors, parts, strict=True)]
+        if some[0].numel() and some[1].numel():
+            yield _call(args, some, [_part(node, part) for node, part in zip(nodes, parts, strict=True)])
 
 
 def efficient(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
@@ -42,28 +40,46 @@ def efficient(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     first_key, last_key = (args.get("custom_mask_type") == kind for kind in (1, 2))
     if args.get("bias") is not None or (first_key and not _are_alike(args, starts)):
         return  # flash has no bias, and aligns causality to the last key
-    if starts[0] is None:
-        yield from flash(lineage, _as_flash(args, starts, first_key or last_key, None, None))
-        return
-    squeezed = {name: args[name].squeeze(0) for name in ("query", "key", "value")}
-    for name, tensor in squeezed.items():
-        lineage.write(tensor, _squeezed(lineage.node(args[name])))
-    yield from flash_varlen(lineage, _as_flash(args | squeezed, starts, first_key or last_key, None, None))
+    args = args | {"causal": first_key or last_key}
+    if starts[0] is not None:
+        for name in ("query", "key", "value"):
+            node = lineage.node(args[name])
+            args[name] = args[name].squeeze(0)
+            lineage.write(args[name], view_of(node, "select", 0, 0))
+    yield from flash(lineage, args)
 
 
-def _flash_kernel(args: dict[str, Any], query: Node, key: Node, value: Node) -> KernelCall:
-    turned = {name: args[name].transpose(1, 2) for name in ("q", "k")}
+def _first(args: dict[str, Any], *names: str) -> Any:
+    """Return the first of these arguments that is given."""
+    return next((args[name] for name in names if args.get(name) is not None), None)
+
+
+def _call(args: dict[str, Any], tensors: list[Any], nodes: list[Node]) -> KernelCall:
+    query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
+    query_node, key_node, value_node = map(_turned, nodes)
+    scale = _first(args, "softmax_scale", "scale")
     return KernelCall(
         "flash",
-        turned["q"],
-        turned["k"],
-        float(args["softmax_scale"]),
-        _turned(query),
-        _turned(key),
-        _visibility(args),
+        query,
+        key,
+        float(query.shape[-1] ** -0.5 if scale is None else scale),
+        query_node,
+        key_node,
+        _visibility(args, query.shape[2], key.shape[2]),
         softcap=args.get("softcap") or None,
-        value_node=_turned(value),
-        value=args["v"].transpose(1, 2),
+        value_node=value_node,
+        value=value,
+    )
+
+
+def _visibility(args: dict[str, Any], q_len: int, kv_len: int) -> Visibility:
+    left, right = args.get("window_size") or (args.get("window_size_left"), args.get("window_size_right"))
+    if _first(args, "causal", "is_causal"):
+        right = None if q_len == 1 else 0  # the only row is the last, which sees every key
+    ahead = kv_len - q_len
+    return Visibility(
+        last=None if right is None or right < 0 else ahead + right,
+        first=None if left is None or left < 0 else ahead - left,
     )
 
 
@@ -76,39 +92,7 @@ def _turned(node: Node) -> Node:
     return view_of(node, "transpose", 1, 2)
 
 
-def _visibility(args: dict[str, Any]) -> Visibility:
-    left = args.get("window_size_left")
-    right = 0 if args.get("causal") else args.get("window_size_right")
-    q_len, kv_len = args["q"].shape[1], args["k"].shape[1]
-    if args.get("causal") and q_len == 1:
-        right = None  # the only row is the last, which sees every key
-    ahead = kv_len - q_len
-    return Visibility(
-        last=None if right is None or right < 0 else ahead + right,
-        first=None if left is None or left < 0 else ahead - left,
-    )
-
-
-def _as_flash(args: dict[str, Any], starts: list[Any], causal: bool, left: Any, right: Any) -> dict[str, Any]:
-    query, scale = args["query"], args.get("scale")
-    return {
-        "q": query,
-        "k": args["key"],
-        "v": args["value"],
-        "cu_seqlens_q": starts[0],
-        "cu_seqlens_k": starts[0] if starts[1] is None else starts[1],
-        "softmax_scale": query.shape[-1] ** -0.5 if scale is None else scale,
-        "causal": causal,
-        "window_size_left": left,
-        "window_size_right": right,
-    }
-
-
 def _are_alike(args: dict[str, Any], starts: list[Any]) -> bool:
     if starts[0] is None:
         return bool(args["query"].shape[1] == args["key"].shape[1])
     return starts[1] is None or bool((starts[0] == starts[1]).all())
-
-
-def _squeezed(node: Node) -> Node:
-    return view_of(node, "select", 0, 0)

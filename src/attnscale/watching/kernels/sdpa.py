@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,74 +16,63 @@ from attnscale.watching.kernels.kernel_call import KernelCall, ScoreMod
 
 def sdpa(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read SDPA: (batch, heads, positions, features), causal aligned to the first key."""
-    query, key, scale = args["query"], args["key"], args.get("scale")
-    mask = args.get("attn_mask") if args.get("attn_mask") is not None else args.get("attn_bias")
+    query = args["query"]
     if query.dim() == 4 and not query.is_nested:
-        yield KernelCall(
-            "sdpa",
-            query,
-            key,
-            query.shape[-1] ** -0.5 if scale is None else float(scale),
-            lineage.node(query),
-            lineage.node(key),
-            Visibility.of(mask, bool(args.get("is_causal"))),
-            value_node=lineage.node(args["value"]),
-            value=args["value"],
-            drops=bool(args.get("dropout_p")),
-            lse=args.get("logsumexp") if query.device.type == "cpu" else None,
-        )
+        mask = args.get("attn_mask") if args.get("attn_mask") is not None else args.get("attn_bias")
+        lse = args.get("logsumexp") if query.device.type == "cpu" else None
+        visibility = Visibility.of(mask, bool(args.get("is_causal")))
+        yield _call("sdpa", lineage, args, visibility=visibility, drops=bool(args.get("dropout_p")), lse=lse)
 
 
 def attention_rows(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read attention_with_stats: visibility by position, document and mask."""
-    query, key, value = args["query"], args["key"], args["value"]
     own, theirs = args.get("documents_q"), args.get("documents_k")
     documents = None if own is None or theirs is None else (own, theirs)
-    yield KernelCall(
-        "sdpa",
-        query,
-        key,
-        args["scale"],
-        lineage.node(query),
-        lineage.node(key),
-        Visibility(0 if args["is_causal"] else args.get("last"), args.get("first"), args.get("mask"), documents),
-        softcap=args.get("softcap"),
-        value_node=lineage.node(value),
-        value=value,
-    )
+    last = 0 if args["is_causal"] else args.get("last")
+    visibility = Visibility(last, args.get("first"), args.get("mask"), documents)
+    yield _call("sdpa", lineage, args, visibility=visibility, softcap=args.get("softcap"))
+
+
+def _call(kind: str, lineage: Lineage, args: dict[str, Any], **options: Any) -> KernelCall:
+    query, key, value, scale = args["query"], args["key"], args["value"], args.get("scale")
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    nodes = lineage.node(query), lineage.node(key)
+    return KernelCall(kind, query, key, scale, *nodes, value=value, value_node=lineage.node(value), **options)
 
 
 def multi_head_attention(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read the fast path of nn.MultiheadAttention, which includes the projections."""
-    heads, weight, bias = args["num_head"], args["qkv_weight"], args["qkv_bias"]
-    width, mask, mask_type = weight.shape[1], args.get("mask"), args.get("mask_type")
     sources = [args["query"], args["key"], args["value"]]
-    if args["query"].is_nested:  # then query, key and value are the same
-        padded, mask = _padded(args["query"])
-        sources, mask_type = [padded] * 3, None
-    query, key, value = (
-        F.linear(source, weight[start : start + width], bias[start : start + width])
-        for source, start in zip(sources, (0, width, 2 * width), strict=True)
-    )
-    for kernel in _projected_inside(query, key, value, heads, mask, mask_type):
-        own = args["query"] is args["key"]
-        yield replace(kernel, attends_itself=own, origins=_packed_origins(lineage, weight, bias, heads))
+    yield _fast_path(lineage, args, sources, args["num_head"], attends_itself=sources[0] is sources[1])
 
 
 def encoder_layer(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read the fast path of nn.TransformerEncoderLayer."""
-    source, width = args["src"], args["embed_dim"]
-    mask, mask_type = args.get("mask"), args.get("mask_type")
-    if source.is_nested:
-        source, mask = _padded(source)
-        mask_type = None
-    if args["norm_first"]:
-        source = F.layer_norm(source, (width,), args["norm_weight_1"], args["norm_bias_1"], args["eps"])
-    packed = F.linear(source, args["qkv_weight"], args["qkv_bias"])
-    query, key, value = packed.chunk(3, dim=-1)
-    for kernel in _projected_inside(query, key, value, args["num_heads"], mask, mask_type):
-        origins = _packed_origins(lineage, args["qkv_weight"], args["qkv_bias"], args["num_heads"])
-        yield replace(kernel, inside="self_attn", attends_itself=True, origins=origins)
+    yield _fast_path(lineage, args, [args["src"]] * 3, args["num_heads"], attends_itself=True, inside="self_attn")
+
+
+def _fast_path(lineage: Lineage, args: dict[str, Any], sources: list[Tensor], heads: int, **options: Any) -> KernelCall:
+    weight, bias, mask, mask_type = args["qkv_weight"], args["qkv_bias"], args.get("mask"), args.get("mask_type")
+    width = weight.shape[1]
+    if sources[0].is_nested:  # then query, key and value are the same
+        padded, mask = _padded(sources[0])
+        sources, mask_type = [padded] * 3, None
+    if args.get("norm_first"):
+        norm = args["norm_weight_1"], args["norm_bias_1"], args["eps"]
+        sources = [F.layer_norm(sources[0], (width,), *norm)] * 3
+    query, key, value = (
+        F.linear(source, rows, added).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for source, rows, added in zip(sources, weight.chunk(3), bias.chunk(3), strict=True)
+    )
+    if mask is not None:
+        shown = ~mask.to(torch.bool)  # True or −∞ hides a key
+        mask = shown[:, None, None, :] if mask_type == 1 and shown.dim() == 2 else shown
+    nodes = lineage.node(weight), lineage.node(bias)
+    origins = Origins(*(projected_origin(*nodes, third * width, heads, width // heads) for third in range(3)))
+    visibility, scale = Visibility(mask=mask), query.shape[-1] ** -0.5
+    return KernelCall(
+        "fast path", query, key, scale, visibility=visibility, width=width, value=value, origins=origins, **options
+    )
 
 
 def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,24 +83,6 @@ def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
     return padded, (beyond[:, None, :] | beyond[:, :, None]).unsqueeze(1)
 
 
-def _packed_origins(lineage: Lineage, weight: Tensor, bias: Tensor | None, heads: int) -> Origins:
-    width, added = weight.shape[0] // 3, None if bias is None else lineage.node(bias)
-    parts = (projected_origin(lineage.node(weight), added, third * width, heads, width // heads) for third in range(3))
-    return Origins(*parts)
-
-
-def _projected_inside(
-    query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None, mask_type: int | None
-) -> Iterator[KernelCall]:
-    width = query.shape[-1]
-    query, key, value = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (query, key, value))
-    if mask is not None:
-        shown = ~mask.to(torch.bool)  # True or −∞ hides a key
-        mask = shown[:, None, None, :] if mask_type == 1 and shown.dim() == 2 else shown
-    scale = query.shape[-1] ** -0.5
-    yield KernelCall("fast path", query, key, scale, visibility=Visibility(mask=mask), width=width, value=value)
-
-
 ARGUMENTS = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_buffers", "mask_buffers",
 )  # fmt: skip
@@ -120,12 +90,8 @@ ARGUMENTS = (
 
 def flex(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read FlexAttention; its two functions are evaluated to find their effect on scores."""
-    query, key, value = (args[name] for name in ("query", "key", "value"))
     modify = modified_by(args["score_mod"], args["block_mask"][-1], args["score_buffers"], args["mask_buffers"])
-    yield KernelCall(
-        "flex", query, key, float(args["scale"]), lineage.node(query), lineage.node(key), score_mod=modify,
-        value_node=lineage.node(value), value=value,
-    )  # fmt: skip
+    yield _call("flex", lineage, args, score_mod=modify)
 
 
 def modified_by(score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any]) -> ScoreMod:
