@@ -4,12 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnscale.attending.nested import any_nested, in_graph, sequences_see, unnested, wrapping
-from attnscale.attending.ragged import Sequences, aligned, as_one_row, as_tokens, scaled_sequences
+from attnscale.attending.nested import aligned, any_nested, in_graph, nested_like, sequences_see
+from attnscale.attending.ragged import Sequences, as_one_row, as_tokens, ragged_call
 from attnscale.attending.row_blocks import weights_of
 from attnscale.attending.running import run_sequences
 from attnscale.errors import InputError, ShapeError
-from attnscale.inputs import check_settings
 from attnscale.numerics import uncompiled
 from attnscale.operator import attention, attention_weights
 from attnscale.rules import get_rule
@@ -105,13 +104,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
-        inputs = [unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))]
-        heads = self._project(*(each.tokens.squeeze(1) for each in inputs))
-        layouts = (each.layout for each in inputs)
-        own, theirs, values = aligned(*map(Sequences, heads, layouts))
+        sequences = aligned({"query": query, "key": key, "value": value})
+        heads = self._project(*(each.tokens.squeeze(1) for each in sequences))
+        inputs = map(Sequences, heads, (each.layout for each in sequences))
         dropout_p = self.dropout if self.training else 0.0
-        check_settings(dropout_p, self.softcap)
-        ragged = scaled_sequences(own, theirs, values, visibility, self.rule, False, self.softcap, dropout_p)
+        ragged = ragged_call(*inputs, visibility, self.rule, False, self.softcap, dropout_p)
         weights: list[Tensor] = []
         if need_weights:
             calls = list(ragged.calls())
@@ -121,7 +118,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             row = run_sequences(ragged)
         output = self.out_proj(as_tokens(row).flatten(1)).unsqueeze(1)
         like = next(tensor for tensor in (query, key, value) if tensor.is_nested)
-        nested = wrapping(query, like, ragged.rows)(as_one_row(output))
+        nested = nested_like(like, ragged.rows, as_one_row(output))
         if not need_weights:
             return nested, None
         matrices = [each.squeeze(0).mean(0) if average else each.squeeze(0) for each in weights]

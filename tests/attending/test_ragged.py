@@ -20,7 +20,7 @@ from attnscale import (
     score_stats,
 )
 from attnscale.attending import varlen
-from attnscale.attending.ragged import as_one_row, as_tokens, layouts, packed_call
+from attnscale.attending.ragged import as_one_row, as_tokens, packed_call
 from attnscale.errors import InputError, ShapeError
 from attnscale.rules import RULES
 from tests.attending.test_memory import LargestTensor
@@ -282,8 +282,8 @@ def test_memory_is_linear_in_tokens():
 @pytest.mark.parametrize("kv_lens", [[3, 7, 1], [4, 9, 5]])
 def test_the_windows_given_to_a_gpu_mean_the_same(seen, kv_lens):
     ragged = batch([3, 7, 1], kv_lens, heads=4, kv_heads=2, head_dim=8, value_dim=8)
-    given = layouts(ragged.query, *ragged.starts, None, None, None)
-    call = packed_call(*ragged.tensors, *given, seen, None, True, None, 0.0)
+    starts = *ragged.starts, None, None, None
+    call = packed_call(*ragged.tensors, starts, seen, None, True, None, 0.0)
     if varlen._window(call) is None:
         assert kv_lens != ragged.q_lens  # and it counts from the start
         return

@@ -16,7 +16,7 @@ from attnscale import (
     score_stats,
 )
 from attnscale.attending import varlen
-from attnscale.attending.ragged import Ragged, layouts, packed_call
+from attnscale.attending.ragged import Ragged, packed_call
 from attnscale.attending.running import run, run_sequences
 from tests.others import OTHERS_MAY_WARN
 from tests.ragged import SEEN, batch, batches
@@ -43,8 +43,8 @@ def _tokens(output):
 @given(batches(), st.sampled_from([None, 2.0]))
 def test_one_attention_with_a_mask_is_each_sequence_alone(problem, softcap):
     ragged, seen = problem
-    given = layouts(ragged.query, *ragged.starts, None, None, None)
-    call = packed_call(*ragged.tensors, *given, seen, "log_length", True, softcap, 0.0)
+    starts = *ragged.starts, None, None, None
+    call = packed_call(*ragged.tensors, starts, seen, "log_length", True, softcap, 0.0)
     ours, expected = run(call.as_masked()), run_sequences(call)
     torch.testing.assert_close(ours, expected)
     found = [torch.autograd.grad(each.sin().sum(), ragged.tensors, retain_graph=True) for each in (ours, expected)]

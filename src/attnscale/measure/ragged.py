@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.nested import nested_call
-from attnscale.attending.ragged import NO_WINDOW, Ragged, Starts, Window, as_tokens, layouts, packed_call, window_of
+from attnscale.attending.ragged import NO_WINDOW, Ragged, Starts, Window, as_tokens, packed_call, window_of
 from attnscale.attending.running import run_sequences
 from attnscale.inputs import refuse_vmap
 from attnscale.measure.cuda import attention as on_cuda
@@ -61,7 +61,7 @@ def attention_varlen_with_stats(
 def _attention_with_stats(
     query: Tensor, key: Tensor, value: Tensor, sequences: Starts, rows: int | None, *options: Any
 ) -> tuple[Tensor, ScoreStats]:
-    output, stats = _attend(packed_call(query, key, value, *layouts(query, *sequences), *options), rows)
+    output, stats = _attend(packed_call(query, key, value, sequences, *options), rows)
     return as_tokens(output), stats
 
 
