@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending import sdpa
-from attnscale.attending.call import Call, above_zero, fold
+from attnscale.attending.call import Call, folded_call
 from attnscale.attending.nested import any_nested, in_graph, is_ragged_before_heads, jagged, nested_call
 from attnscale.attending.ragged import NO_WINDOW, Window, as_tokens, packed_call, window_of
 from attnscale.attending.row_blocks import weights_of
@@ -157,5 +157,4 @@ def scaled_call(
         return visibility.with_infinite_mask().counts(query.shape[-2], key.shape[-2], query.device)
 
     scaled_query, scaled_key, factor = apply_scale(scale, query, key, counts)
-    scaled_query, factor = above_zero(scaled_query, factor, visibility)
-    return Call(*fold(scaled_query, scaled_key, value, visibility, enable_gqa), dropout_p, factor, softcap, sinks)
+    return folded_call(scaled_query, scaled_key, value, visibility, enable_gqa, factor, softcap, dropout_p, sinks)

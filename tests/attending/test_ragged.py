@@ -19,7 +19,7 @@ from attnscale import (
     score_moments,
     score_stats,
 )
-from attnscale.attending import varlen
+from attnscale.attending import running
 from attnscale.attending.ragged import as_one_row, as_tokens, packed_call
 from attnscale.errors import InputError, ShapeError
 from attnscale.rules import RULES
@@ -284,10 +284,10 @@ def test_the_windows_given_to_a_gpu_mean_the_same(seen, kv_lens):
     ragged = batch([3, 7, 1], kv_lens, heads=4, kv_heads=2, head_dim=8, value_dim=8)
     starts = *ragged.starts, None, None, None
     call = packed_call(*ragged.tensors, starts, seen, None, True, None, 0.0)
-    if varlen._window(call) is None:
+    if running.kernel_window(call) is None:
         assert kv_lens != ragged.q_lens  # and it counts from the start
         return
-    torch.testing.assert_close(as_tokens(varlen.attend(call)), alone(ragged, seen))
+    torch.testing.assert_close(as_tokens(running.attend_sequences(call)), alone(ragged, seen))
 
 
 def test_what_does_not_fit_gets_a_sentence():

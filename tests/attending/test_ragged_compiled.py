@@ -15,7 +15,7 @@ from attnscale import (
     attention_with_stats,
     score_stats,
 )
-from attnscale.attending import varlen
+from attnscale.attending import running
 from attnscale.attending.ragged import Ragged, packed_call
 from attnscale.attending.running import run, run_sequences
 from tests.others import OTHERS_MAY_WARN
@@ -205,7 +205,7 @@ def test_tensors_without_values_give_shapes():
 
 @pytest.mark.usefixtures("flash_on_a_cpu")
 def test_the_kernel_of_a_gpu_is_a_part_of_the_graph(monkeypatch):
-    monkeypatch.setattr(varlen, "serves", lambda ragged: varlen._window(ragged) is not None)
+    monkeypatch.setattr(running, "serves_sequences", lambda ragged: running.kernel_window(ragged) is not None)
     ragged = batch(Q_LENS, Q_LENS, head_dim=8, value_dim=8)
     starts = ragged.starts[0]
     expected = [attention_varlen(*ragged.tensors, starts, is_causal=causal) for causal in (True, False)]

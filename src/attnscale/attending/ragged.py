@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.attending.call import Call, above_zero, fold
+from attnscale.attending.call import Call, folded_call
 from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
 from attnscale.inputs import check_inputs, check_sinks
-from attnscale.rules import get_rule, rule_name
 from attnscale.rules.apply import Scale, apply_scale, apply_scale_to_sequences, can_scale_as_one_row
 from attnscale.torch_internals import unseen
-from attnscale.visibility import EVERYTHING, Visibility
+from attnscale.visibility import Visibility
 
 Window = tuple[int, int]
 NO_WINDOW: Window = (-1, -1)
@@ -160,17 +159,12 @@ def ragged_call(
     if can_scale_as_one_row(scale):
         scaled_query, scaled_key, factor = apply_scale(scale, query.tokens, key.tokens, counts)
     else:
-        if unseen(rows.offsets) or unseen(keys.offsets):
-            name = rule_name(get_rule(scale))
-            raise InputError(
-                f"The rule {name} needs the length of each sequence, which torch.vmap and the meta device hide; "
-                "call it for one batch at a time, or pass the scale as a number."
-            )
         lengths = rows.lengths, keys.lengths
         scaled_query, scaled_key, factor = apply_scale_to_sequences(scale, query.tokens, key.tokens, *lengths, counts)
-    scaled_query, factor = above_zero(scaled_query, factor, visibility)
-    folded = fold(scaled_query, scaled_key, value.tokens, EVERYTHING, enable_gqa)[:3]
-    return Ragged(Call(*folded, visibility, dropout_p, factor, softcap, sinks), rows, keys)
+    call = folded_call(
+        scaled_query, scaled_key, value.tokens, visibility, enable_gqa, factor, softcap, dropout_p, sinks
+    )
+    return Ragged(call, rows, keys)
 
 
 def packed_call(query: Tensor, key: Tensor, value: Tensor, starts: Starts, *options: Any) -> Ragged:
@@ -179,20 +173,13 @@ def packed_call(query: Tensor, key: Tensor, value: Tensor, starts: Starts, *opti
         if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() != 3:
             found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) and not tensor.is_nested else "another"
             raise ShapeError(f"Expected {name} as packed tokens (total, heads, head_dim), got {found}.")
-    rows, keys = _layouts(query, key, *starts)
+    rows, keys = _layouts(query, key, starts)
     row, row_keys, row_values = map(as_one_row, (query, key, value))
     return ragged_call(Sequences(row, rows), Sequences(row_keys, keys), Sequences(row_values, keys), *options)
 
 
-def _layouts(
-    query: Tensor,
-    key: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    document_ids: Tensor | None,
-) -> tuple[Layout, Layout]:
+def _layouts(query: Tensor, key: Tensor, starts: Starts) -> tuple[Layout, Layout]:
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids = starts
     if (cu_seqlens_q is None) == (document_ids is None):
         raise InputError("Expected either cu_seqlens_q or document_ids to define the sequences, got both or none.")
     if document_ids is not None:
