@@ -72,6 +72,16 @@ def test_a_causal_bias_gives_what_sdpa_gives(name):
     )
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 1, KV_LEN), (1, 5, 1, KV_LEN), (5, 1, KV_LEN)])
+def test_log_length_counts_the_keys_of_a_mask_that_is_the_same_for_every_row(shape):
+    """One row with a padded cache, and a mask with as many heads as rows: no count of a head is that of a row."""
+    q_len = 1 if shape[0] == 4 else 5
+    mask = torch.rand(shape) < 0.5 + torch.eye(1, KV_LEN)[0]
+    query, key = torch.randn(4, 5, q_len, HEAD_DIM), torch.randn(4, 5, KV_LEN, HEAD_DIM)
+    expected = attention(query, key, key, mask.expand(4, 5, q_len, KV_LEN).contiguous(), scale="log_length")
+    torch.testing.assert_close(attention(query, key, key, mask, scale="log_length"), expected)
+
+
 def test_a_mask_of_a_known_length_beside_keys_whose_length_is_a_symbol():
     query, key, value = qkv()
     compiled = torch.compile(lambda *args: attention(*args), backend="aot_eager", fullgraph=True)
