@@ -108,9 +108,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         sequences = aligned({"query": query, "key": key, "value": value})
         heads = self._project(*(each.tokens.squeeze(1) for each in sequences))
-        inputs = map(Sequences, heads, (each.layout for each in sequences))
+        own, theirs, values = (Sequences(head, each.layout) for head, each in zip(heads, sequences, strict=True))
         dropout_p = self.dropout if self.training else 0.0
-        ragged = ragged_call(*inputs, visibility, self.rule, False, self.softcap, dropout_p)
+        ragged = ragged_call(own, theirs, values, visibility, self.rule, False, self.softcap, dropout_p)
         weights: list[Tensor] = []
         if need_weights:
             calls = list(ragged.calls())

@@ -121,9 +121,10 @@ def _attend_nested(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask, is_causal: bool, *options: Any
 ) -> Tensor:
     if is_ragged_before_heads(query, key, value):
-        values = (jagged(tensor).values() for tensor in (query, key, value))
+        own, theirs, values = (jagged(tensor).values() for tensor in (query, key, value))
         scale, enable_gqa, softcap, dropout_p, sinks = options
-        output = attention(*values, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap=softcap, sinks=sinks)
+        flags = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        output = attention(own, theirs, values, *flags, softcap=softcap, sinks=sinks)
         return torch.nested.nested_tensor_from_jagged(output, jagged(query).offsets(), jagged(query).lengths())
     ragged, nest = nested_call(query, key, value, attn_mask, is_causal, *options)
     return nest(run_sequences(ragged))
@@ -156,5 +157,5 @@ def scaled_call(
     def counts() -> Tensor | None:
         return visibility.with_infinite_mask().counts(query.shape[-2], key.shape[-2], query.device)
 
-    scaled_query, scaled_key, factor = apply_scale(scale, query, key, counts)
-    return folded_call(scaled_query, scaled_key, value, visibility, enable_gqa, factor, softcap, dropout_p, sinks)
+    scaled = apply_scale(scale, query, key, counts)
+    return folded_call(scaled, value, visibility, enable_gqa, softcap, dropout_p, sinks)

@@ -232,13 +232,13 @@ def refuses_breaks(frame: FrameType) -> bool:
     return bool(getattr(settings, "fullgraph", True)) or bool(getattr(settings, "error_on_graph_break", False))
 
 
-def copy_each_(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_each_(into: list[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, in one call."""
     if into:
-        torch._foreach_copy_(into, sources)
+        torch._foreach_copy_(into, list(sources))
 
 
-def multiply_each_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+def multiply_each_(tensors: list[Tensor], factors: list[Tensor]) -> None:
     """Multiply each tensor in place by its factor, which may broadcast, in one call."""
     if tensors:
         torch._foreach_mul_(tensors, factors)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnscale.rules.rule import Scaled
 from attnscale.shapes import broadcast
 from attnscale.visibility import Visibility
 
@@ -48,17 +49,16 @@ class Call:
 
 
 def folded_call(
-    query: Tensor,
-    key: Tensor,
+    scaled: Scaled,
     value: Tensor,
     visibility: Visibility,
     enable_gqa: bool,
-    scale: float,
     softcap: float | None,
     dropout_p: float,
     sinks: Tensor | None,
 ) -> Call:
-    """Return an attention with a numeric scale in the form that kernels expect."""
+    """Return an attention in the form that kernels expect, from query, key and scale as a rule returns them."""
+    query, key, scale = scaled
     if scale <= 0.0 and not (visibility.last is None and visibility.first is None):
         # Torch's fused kernels set scores that are hidden by position to −∞ before they scale: a scale of zero gives
         # NaN, and a negative scale turns them into +∞.

@@ -157,13 +157,10 @@ def ragged_call(
     if isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[0] > 1 and scale.shape[2] == 1:
         scale = scale[rows.sequence_of(query.tokens.shape[-2]), :, 0].transpose(0, 1).unsqueeze(0)
     if can_scale_as_one_row(scale):
-        scaled_query, scaled_key, factor = apply_scale(scale, query.tokens, key.tokens, counts)
+        scaled = apply_scale(scale, query.tokens, key.tokens, counts)
     else:
-        lengths = rows.lengths, keys.lengths
-        scaled_query, scaled_key, factor = apply_scale_to_sequences(scale, query.tokens, key.tokens, *lengths, counts)
-    call = folded_call(
-        scaled_query, scaled_key, value.tokens, visibility, enable_gqa, factor, softcap, dropout_p, sinks
-    )
+        scaled = apply_scale_to_sequences(scale, query.tokens, key.tokens, rows.lengths, keys.lengths, counts)
+    call = folded_call(scaled, value.tokens, visibility, enable_gqa, softcap, dropout_p, sinks)
     return Ragged(call, rows, keys)
 
 

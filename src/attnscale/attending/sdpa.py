@@ -129,8 +129,10 @@ def _backend(call: Call) -> SDPBackend | None:
     flash, efficient = enabled_kernels()
     kind, dtype, seen = call.query.device.type, call.query.dtype, call.visibility
     if kind == "cpu":
-        is_taken = flash and dtype in (*HALF_DTYPES, *WIDE_DTYPES)
-        return SDPBackend.FLASH_ATTENTION if is_taken and (seen.is_plain or _is_float_mask(call)) else None
+        mask = seen.mask
+        takes_mask = mask is not None and mask.dtype in (torch.bool, dtype) and seen.is_mask and not call.mask_learns
+        is_taken = flash and dtype in (*HALF_DTYPES, *WIDE_DTYPES) and (seen.is_plain or takes_mask)
+        return SDPBackend.FLASH_ATTENTION if is_taken else None
     width = max(call.query.shape[-1], call.value.shape[-1])
     if kind != "cuda" or dtype not in KERNEL_DTYPES or width > WIDEST_HEAD or not seen.is_plain:
         return None
@@ -138,12 +140,6 @@ def _backend(call: Call) -> SDPBackend | None:
     if flash and dtype in HALF_DTYPES and is_square and torch.cuda.get_device_capability()[0] >= FLASH_CAPABILITY:
         return SDPBackend.FLASH_ATTENTION
     return SDPBackend.EFFICIENT_ATTENTION if efficient else None
-
-
-def _is_float_mask(call: Call) -> bool:
-    mask = call.visibility.mask
-    is_alone = call.visibility.is_mask and not call.mask_learns
-    return is_alone and mask is not None and mask.dtype in (torch.bool, call.query.dtype)
 
 
 @constant_in_graphs

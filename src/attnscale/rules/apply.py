@@ -43,7 +43,7 @@ def can_scale_as_one_row(scale: Scale) -> bool:
 
 
 def apply_scale_to_sequences(
-    scale: str | Rule,
+    scale: Scale,
     query: Tensor,
     key: Tensor,
     q_lens: tuple[int, ...],
@@ -51,6 +51,7 @@ def apply_scale_to_sequences(
     visible: Callable[[], Tensor],
 ) -> Scaled:
     """Apply 'calibrated' or a user's own rule to concatenated sequences, (1, heads, total, head_dim)."""
+    assert not isinstance(scale, float | Tensor | None)
     rule = get_rule(scale)
     about = about_rule(rule)
     pairs = list(zip(query.split(q_lens, dim=-2), key.split(kv_lens, dim=-2), strict=True))
