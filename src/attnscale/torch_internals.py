@@ -31,8 +31,8 @@ KERNELS = {
 class Internal:
     """A private name of torch; `found` is None if this torch lacks it."""
 
-    def __init__(self, module: str, name: str, lost: str, only_with_cuda: bool = False) -> None:
-        self._module, self._name, self.lost, self.only_with_cuda = module, name, lost, only_with_cuda
+    def __init__(self, module: str, name: str, lost: str) -> None:
+        self._module, self._name, self.lost = module, name, lost
         INTERNALS.append(self)
 
     @property
@@ -78,7 +78,6 @@ NO_FLEX = "compiled FlexAttention is measured uncompiled"
 _included_keys = Internal("torch._C", "_dispatch_tls_local_include_set", f"{NO_FLEX} (included keys)")
 _excluded_keys = Internal("torch._C", "_dispatch_tls_local_exclude_set", f"{NO_FLEX} (excluded keys)")
 _force_keys = Internal("torch._C", "_ForceDispatchKeyGuard", NO_FLEX)
-_raw_stream = Internal("torch._C", "_cuda_getCurrentRawStream", "kernel launches are slower", only_with_cuda=True)
 _script_builtin = Internal("torch.jit._builtins", "_register_builtin", "torch.jit.script refuses attention()")
 SLOWER = "the backward of attention_with_stats recomputes its attention"
 NO_LSE = "the largest score of rows outside the sample has wider bounds"
@@ -251,8 +250,7 @@ def held_by(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Modul
 
 def current_stream(device: int | None = None) -> int:
     """Return the handle of the current CUDA stream of a device, by default the current device."""
-    device = torch.cuda.current_device() if device is None else device
-    return int(_raw_stream(device) if _raw_stream.found is not None else torch.cuda.current_stream(device).cuda_stream)
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def in_transform() -> bool:
