@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 from attnscale.errors import ModelError
 from attnscale.loading.config import read_json, read_safe_json
 from attnscale.loading.hub import is_name
-from attnscale.loading.model_errors import as_model_error, quiet
+from attnscale.loading.model_errors import as_model_error, quiet, require_package
 from attnscale.loading.weights import read_weights
 
 CONFIG = "adapter_config.json"
@@ -39,8 +38,7 @@ def base_of(folder: Path) -> str:
 
 def apply_adapter(model: nn.Module, folder: Path) -> nn.Module:
     """Return the model with the adapter applied, and merged if its type supports merging."""
-    if find_spec("peft") is None:
-        raise ModelError(f"The adapter in {folder} needs the package peft: pip install peft.")
+    require_package("peft", f"The adapter in {folder}", "peft")
     weights = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if weights is None:
         raise ModelError(f"Expected the weights of an adapter in {folder} as {NAMES[0]}, and there are none.")
