@@ -10,7 +10,7 @@ from torch import Tensor
 from attnscale.attending.ragged import Layout, Ragged, Sequences, as_tokens, ragged_call
 from attnscale.errors import InputError, ShapeError
 from attnscale.inputs import check_one_mask
-from attnscale.numerics import Given, Result, uncompiled
+from attnscale.numerics import Params, Result, uncompiled
 from attnscale.rules.apply import Scale, can_scale_as_one_row
 from attnscale.torch_internals import known_longest, ragged_axis, unseen
 from attnscale.visibility import Mask, Visibility, is_plain_mask
@@ -21,7 +21,7 @@ def any_nested(*tensors: Tensor) -> bool:
     return any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors)
 
 
-def in_graph(function: Callable[Given, Result], scale: Scale, *tensors: Tensor) -> Callable[Given, Result]:
+def in_graph(function: Callable[Params, Result], scale: Scale, *tensors: Tensor) -> Callable[Params, Result]:
     """Return the function; uncompiled if it needs lengths or a rule that torch.compile cannot trace."""
     is_traced = can_scale_as_one_row(scale) and all(is_contiguous_jagged(x) for x in tensors if x.is_nested)
     return function if is_traced else uncompiled(function)

@@ -1,7 +1,6 @@
 """Old configurations, GGUF files and adapters."""
 
 import json
-import sys
 import warnings
 from importlib.util import find_spec
 
@@ -102,14 +101,6 @@ def test_a_damaged_gguf_file_is_one_sentence(tmp_path, size):
         load_model(Request(str(path)))
 
 
-def test_without_the_package_a_gguf_file_says_which_is_missing(tmp_path, monkeypatch):
-    hide(monkeypatch, "gguf")
-    path = tmp_path / "small.gguf"
-    path.write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="needs the package gguf: pip install gguf"):
-        load_model(Request(str(path)))
-
-
 @pytest.fixture
 def adapter(saved_bert, tmp_path):
     """LoRA on the queries of a BERT, as peft saves it."""
@@ -157,9 +148,10 @@ def test_an_adapter_of_another_model_is_told(adapter, saved_bert, tmp_path):
         load_model(Request(str(adapter), base=str(other)))
 
 
-def test_without_the_package_an_adapter_says_which_is_missing(tmp_path, saved_bert, monkeypatch):
-    hide(monkeypatch, "peft")
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
-    with pytest.raises(ModelError, match="needs the package peft: pip install peft"):
-        load_model(Request(str(tmp_path), base=str(saved_bert)))
-    assert "peft" not in sys.modules or find_spec("peft") is not None
+@pytest.mark.parametrize(("package", "file"), [("gguf", "small.gguf"), ("peft", "adapter_config.json")])
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path, saved_bert, monkeypatch, package, file):
+    hide(monkeypatch, package)
+    (tmp_path / file).write_text('{"peft_type": "LORA"}', encoding="utf-8")
+    path = tmp_path / file if package == "gguf" else tmp_path
+    with pytest.raises(ModelError, match=f"needs the package {package}: pip install {package}"):
+        load_model(Request(str(path), base=str(saved_bert)))
