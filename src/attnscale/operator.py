@@ -152,10 +152,7 @@ def scaled_call(
     sinks: Tensor | None = None,
 ) -> Call:
     """Return the call in the form that kernels take: a float as its scale, and one leading dimension."""
-    visibility = visibility.within(query.shape[-2], key.shape[-2])
-
-    def counts() -> Tensor | None:
-        return visibility.with_infinite_mask().counts(query.shape[-2], key.shape[-2], query.device)
-
-    scaled = apply_scale(scale, query, key, counts)
-    return folded_call(scaled, value, visibility, enable_gqa, softcap, dropout_p, sinks)
+    q_len, kv_len = query.shape[-2], key.shape[-2]
+    seen = visibility.within(q_len, kv_len)
+    scaled = apply_scale(scale, query, key, lambda: seen.with_infinite_mask().counts(q_len, kv_len, query.device))
+    return folded_call(scaled, value, seen, enable_gqa, softcap, dropout_p, sinks)

@@ -64,14 +64,6 @@ def test_heads_that_only_inherit_a_change_are_told_apart(model, batch):
     assert all(head.layer != "blocks.0.attention" for head in found.carried)
 
 
-def test_the_same_model_names_none(model, batch):
-    found = attnscale.compare(model, copy.deepcopy(model), batch)
-    assert not found.changed
-    assert not found.carried
-    assert not found.worse
-    assert found.conclusion == "No head of 16 changed by more than its error."
-
-
 def test_two_samples_of_one_model_name_none_even_where_parameters_are_unknown(model):
     profiles = [
         unknown(profile_of(model, "model", (texts(6, LENGTH, start),), {}, None)) for start in range(0, 5000, 900)
