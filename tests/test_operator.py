@@ -288,21 +288,6 @@ def test_compiles_into_one_graph_with_gradients(scale, softcap):
     assert_same(compiled(*inputs), run(*inputs), inputs)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"scale": "log_length"}, {"scale": "log_length", "is_causal": True}, {"softcap": 2.0}, {"attn_mask": None}],
-)
-def test_one_graph_serves_symbolic_lengths(options):
-    def run(query, key, value, mask):
-        return attention(query, key, value, **options | ({"attn_mask": mask} if "attn_mask" in options else {}))
-
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (61, 67, 71):
-        tensors = [torch.randn(batch, heads, length, head_dim) for _ in range(3)]
-        mask = torch.rand(length, length) < 0.5
-        torch.testing.assert_close(compiled(*tensors, mask), run(*tensors, mask))
-
-
 @pytest.mark.parametrize("where", ["query", "key"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_nan_and_inf_behave_as_in_sdpa(poison, where):

@@ -33,6 +33,9 @@ def shown(length):
 
 
 CASES = {
+    "plain": lambda length: {},
+    "counted": lambda length: {"scale": "log_length"},
+    "counted, causal": lambda length: {"scale": "log_length", "is_causal": True},
     "soft-cap": lambda length: {"softcap": 2.0},
     "causal soft-cap": lambda length: {"softcap": 2.0, "is_causal": True},
     "soft-cap of a mask": lambda length: {"softcap": 2.0, "attn_mask": shown(length)},

@@ -31,7 +31,8 @@ class Layout:
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Layout":
         """Return the layout of sequences of these lengths."""
-        return cls(torch.tensor([0, *lengths]).cumsum(0).to(device, non_blocking=True))
+        offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, non_blocking=True)
+        return cls(offsets, max(lengths, default=0))
 
     @property
     def count(self) -> int:
