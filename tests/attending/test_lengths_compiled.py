@@ -80,7 +80,7 @@ def test_one_graph_takes_a_cache_as_it_grows(rows, softcap):
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_dropout_of_any_length_drops_its_share(softcap):
+def test_dropout_of_any_length_keeps_the_mean_and_its_backward(softcap):
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(attention, backend=counter, fullgraph=True)
     ones = []
@@ -95,7 +95,7 @@ def test_dropout_of_any_length_drops_its_share(softcap):
     assert abs(float(torch.stack(ones).mean()) - 1) < 0.05
 
 
-def test_a_soft_cap_of_a_mask_that_learns_makes_a_graph():
+def test_a_softcap_with_a_learned_mask_compiles():
     given, mask = inputs(13), torch.randn(heads, 13, 13, requires_grad=True)
 
     def run(*tensors):

@@ -132,7 +132,7 @@ def test_log_length_counts_the_keys_of_a_mask_that_is_the_same_for_every_row(sha
     torch.testing.assert_close(attention(query, key, key, mask, scale="log_length"), expected)
 
 
-def test_a_mask_of_a_known_length_beside_keys_whose_length_is_a_symbol():
+def test_a_mask_of_static_length_compiles_with_keys_of_dynamic_length():
     query, key, value = qkv()
     compiled = torch.compile(lambda *args: attention(*args), backend="aot_eager", fullgraph=True)
     torch._dynamo.maybe_mark_dynamic(key, 2)
@@ -186,7 +186,7 @@ def test_a_mask_that_does_not_fit_is_refused_with_a_sentence():
         score_stats(query, key, attn_mask=Visibility.of_documents(OWN))
 
 
-def test_the_module_takes_them_too():
+def test_the_module_accepts_a_causal_bias_and_a_visibility():
     layer = MultiheadAttention(12, 3, batch_first=True, scale="log_length")
     x = torch.randn(2, 5, 12)
     expected = layer(x, x, x, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1))

@@ -49,7 +49,7 @@ def assert_same_statistics(stats, expected):
 
 
 @given(batches(), OPTIONS)
-def test_nested_is_each_sequence_alone_is_padded_with_a_mask(problem, options):
+def test_nested_tensors_equal_each_sequence_alone_and_the_padded_batch(problem, options):
     ragged, seen = problem
     ours = packed(attention(*ragged.nested(), seen, enable_gqa=True, **options))
     assert_same(ours, alone(ragged, seen, **options), ragged.tensors, retain_graph=True)
@@ -77,7 +77,7 @@ def test_statistics_are_those_of_the_padded_batch_with_a_mask(problem, options):
 
 
 @given(batches(), st.sampled_from([None, 1, 3]), st.booleans())
-def test_packed_tokens_are_the_nested_ones(problem, left, is_causal):
+def test_packed_tokens_equal_nested_tensors(problem, left, is_causal):
     ragged, _ = problem
     window = (-1 if left is None else left, -1)
     seen = Visibility(0 if is_causal else None, None if left is None else -left, from_the_end=True)
@@ -91,7 +91,7 @@ def test_packed_tokens_are_the_nested_ones(problem, left, is_causal):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_gives_a_sequence_what_it_gives_it_alone(name):
+def test_every_rule_scales_a_sequence_as_if_it_were_alone(name):
     ragged = batch(LENGTHS, LENGTHS, heads=3, head_dim=11, requires_grad=True)
     rule = EXAMPLES[name].make(3, 3, 11)
     ours = packed(attention(*ragged.nested(), is_causal=True, scale=rule))
@@ -135,14 +135,14 @@ def test_nested_tensors_mean_what_they_mean_in_sdpa():
     torch.testing.assert_close(attention(even, even, even).values(), attention(*[even.values()] * 3))
 
 
-def test_the_output_adds_to_the_query_and_layers_go_on():
+def test_the_output_adds_to_the_query_and_is_a_query_again():
     q, k, v = batch(LENGTHS, LENGTHS, value_dim=3).nested()
     output = attention(q, k, v) + q
     assert attention(output, k, v).shape == q.shape
 
 
 @OTHERS_MAY_WARN
-def test_strided_nested_tensors_and_tensors_with_holes():
+def test_strided_and_narrowed_nested_tensors_are_supported():
     ragged = batch([3, 5, 2], [3, 5, 2])
     strided = [
         torch.nested.as_nested_tensor([part[0] for part in parts]) for parts in zip(*ragged.alone(), strict=True)
@@ -247,7 +247,7 @@ def test_memory_is_linear_in_tokens():
 @pytest.mark.usefixtures("flash_on_a_cpu")
 @pytest.mark.parametrize("seen", SEEN[2:])
 @pytest.mark.parametrize("kv_lens", [[3, 7, 1], [4, 9, 5]])
-def test_windows_mean_the_same_to_the_kernel_of_a_gpu(seen, kv_lens):
+def test_windows_of_the_gpu_kernel_match_each_sequence_alone(seen, kv_lens):
     ragged = batch([3, 7, 1], kv_lens, heads=4, kv_heads=2, head_dim=8, value_dim=8)
     call = packed_call(*ragged.tensors, (*ragged.starts, None, None, None), seen, None, True, None, 0.0)
     if running.kernel_window(call) is None:
@@ -306,7 +306,7 @@ def test_a_ragged_batch_that_does_not_fit_is_refused_with_a_sentence(sentence):
 @OTHERS_MAY_WARN
 @pytest.mark.parametrize("options", [{}, {"scale": "QKNorm"}, {"softcap": 2.0}])
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_the_module_gives_a_sequence_what_it_gives_it_alone(options, need_weights):
+def test_the_module_equals_each_sequence_alone(options, need_weights):
     layer = MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64, **options)
     tokens = torch.randn(15, 12, dtype=torch.float64, requires_grad=True)
     nested = torch.nested.nested_tensor_from_jagged(tokens, torch.tensor([0, *LENGTHS]).cumsum(0))

@@ -76,7 +76,7 @@ def test_documents_are_found_inside_the_graph():
 
 
 @pytest.mark.slow
-def test_inductor_takes_it_too():
+def test_inductor_compiles_jagged_tensors():
     ragged = batch(Q_LENS, Q_LENS, value_dim=3, dtype=torch.float32, requires_grad=True)
 
     def run(query, key, value):
@@ -163,7 +163,7 @@ def test_a_batch_under_autocast_is_cast_before_it_is_run():
     torch.testing.assert_close(ours, expected)
 
 
-def test_what_is_dropped_is_dropped_in_the_gradient_too():
+def test_dropout_drops_the_same_weights_in_the_backward():
     ragged = batch([4, 3], [4, 3], heads=1, requires_grad=True)
     values = torch.eye(7, dtype=torch.float64).unsqueeze(1).requires_grad_()
 
@@ -179,7 +179,7 @@ def test_what_is_dropped_is_dropped_in_the_gradient_too():
     assert not torch.equal(weights, again)
 
 
-def test_tensors_without_values_give_shapes():
+def test_fake_and_meta_tensors_give_shapes():
     ragged = batch(Q_LENS, KV_LENS, heads=4, kv_heads=2)
     options = {"is_causal": True, "scale": "log_length", "enable_gqa": True}
     given = *ragged.tensors, *ragged.starts
@@ -191,7 +191,7 @@ def test_tensors_without_values_give_shapes():
 
 
 @pytest.mark.usefixtures("flash_on_a_cpu")
-def test_the_kernel_of_a_gpu_is_a_part_of_the_graph(monkeypatch):
+def test_the_gpu_kernel_is_part_of_the_graph(monkeypatch):
     monkeypatch.setattr(running, "serves_sequences", lambda ragged: running.kernel_window(ragged) is not None)
     ragged = batch(Q_LENS, Q_LENS, head_dim=8, value_dim=8)
     starts = ragged.starts[0]
@@ -207,7 +207,7 @@ def test_the_kernel_of_a_gpu_is_a_part_of_the_graph(monkeypatch):
     torch.testing.assert_close(compiled(*ragged.tensors, starts), (*expected, expected[0]))
 
 
-def test_what_only_python_knows_runs_beside_the_graph():
+def test_a_users_own_rule_runs_outside_the_graph():
     """Rules of one's own are called sequence by sequence."""
     ragged = batch(Q_LENS, Q_LENS)
 

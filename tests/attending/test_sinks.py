@@ -60,7 +60,7 @@ def written_out(query, key, value, sinks, attn_mask=None, is_causal=False, scale
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_output_and_gradients_are_those_of_one_more_column(case):
+def test_output_and_gradients_equal_a_softmax_with_one_more_column(case):
     inputs = tensors()
     ours = attention(*inputs[:3], sinks=inputs[3], enable_gqa=True, **CASES[case])
     assert_same(ours, written_out(*inputs, **CASES[case]), inputs)
@@ -68,7 +68,7 @@ def test_output_and_gradients_are_those_of_one_more_column(case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["plain", "causal", "booleans", "window", "soft-cap"])
-def test_every_dtype_is_as_exact_as_it_can_be(case, dtype):
+def test_the_error_is_the_rounding_of_the_dtype(case, dtype):
     inputs = tensors(dtype)
     ours = attention(*inputs[:3], sinks=inputs[3], enable_gqa=True, **CASES[case])
     exact = written_out(*(each.double() for each in inputs), **CASES[case])
@@ -89,7 +89,7 @@ def test_second_derivatives_of_the_fused_kernel():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_tensors_that_do_not_lie_in_rows_are_read_right(masked):
+def test_tensors_with_rows_that_are_not_contiguous_are_read_right(masked):
     inputs = tensors()
     turned = [each.detach().mT.contiguous().mT.requires_grad_() for each in inputs[:3]]
     mask = torch.randn(kv_len, q_len, dtype=torch.float64).T if masked else None
@@ -109,7 +109,7 @@ def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_everything():
 
 
 @pytest.mark.parametrize("case", ["plain", "causal", "booleans", "window", "soft-cap"])
-def test_it_compiles_into_one_graph_with_gradients(case):
+def test_sinks_compile_into_one_graph_with_gradients(case):
     inputs = tensors()
 
     def run(query, key, value, sinks):
@@ -146,7 +146,7 @@ def test_transforms_of_torch_func_reach_the_sinks():
     torch.testing.assert_close(torch.func.grad(loss)(sinks), torch.autograd.grad(loss(sinks), sinks)[0])
 
 
-def test_sequences_of_a_packed_batch_have_them_too():
+def test_sinks_of_packed_and_nested_sequences():
     *inputs, sinks = tensors()
     options = {"is_causal": True, "enable_gqa": True, "sinks": sinks}
     ragged = Batch(*(x[0, :, :q_len].transpose(0, 1) for x in inputs), [5, 0, 8], [5, 0, 8])
@@ -160,7 +160,7 @@ def test_sequences_of_a_packed_batch_have_them_too():
     assert (stats.learned_sink > 0).all()
 
 
-def test_autocast_casts_what_is_multiplied():
+def test_autocast_casts_attention_with_sinks():
     query, key, value, sinks = tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         output = attention(query, key, value, sinks=sinks, enable_gqa=True)
@@ -170,7 +170,7 @@ def test_autocast_casts_what_is_multiplied():
 
 
 @pytest.mark.parametrize("sinks", [torch.zeros(2), torch.zeros(heads, 1), torch.zeros(heads, dtype=torch.long)])
-def test_what_is_not_one_logit_a_head_is_refused(sinks):
+def test_sinks_that_are_not_one_logit_a_head_are_refused(sinks):
     query, key, value, _ = tensors(grad=False)
     options = {"sinks": sinks, "enable_gqa": True}
     for run in (partial(attention, value=value), partial(attention_with_stats, value=value), score_stats):

@@ -124,7 +124,7 @@ def test_an_adapter_is_put_on_its_base(saved_bert, adapter):
 
 
 @PEFT
-def test_an_adapter_names_its_base_and_leads_nowhere(adapter):
+def test_an_adapter_may_name_its_base_but_no_path(adapter):
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     for name, said in (
         ("/etc", "not a model's name"),
@@ -139,7 +139,7 @@ def test_an_adapter_names_its_base_and_leads_nowhere(adapter):
 
 
 @PEFT
-def test_an_adapter_of_another_model_is_told(adapter, saved_bert, tmp_path):
+def test_an_adapter_of_another_model_is_refused(adapter, saved_bert, tmp_path):
     config = json.loads((saved_bert / "config.json").read_text(encoding="utf-8"))
     other = tmp_path / "other"
     other.mkdir()

@@ -67,7 +67,7 @@ def test_a_length_beyond_every_context_is_refused(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with a name")
-def test_what_is_no_file_is_never_waited_for(tmp_path, monkeypatch, capsys):
+def test_pipes_and_devices_are_refused_without_waiting(tmp_path, monkeypatch, capsys):
     os.mkfifo(tmp_path / "pipe.json")
     for arguments in (["--text", "/dev/zero"], ["--text", tmp_path / "pipe.json"], [tmp_path / "pipe.json"]):
         status, told = refused(*arguments, monkeypatch=monkeypatch, capsys=capsys)
