@@ -13,3 +13,13 @@ def assert_as_exact_as_sdpa(ours, sdpa, expected):
     rounding = 2 * torch.finfo(ours.dtype).eps * float(np.abs(expected).max(initial=1.0))
     limit = 2 * worst(sdpa, expected) + rounding
     assert worst(ours, expected) <= limit, f"error {worst(ours, expected):.3g}, SDPA's {worst(sdpa, expected):.3g}"
+
+
+def assert_same(ours, expected, inputs, retain_graph=False):
+    """Compare two outputs, and the gradients that reach the inputs from each."""
+    torch.testing.assert_close(ours, expected)
+    grads = [
+        torch.autograd.grad(each.sin().sum(), inputs, retain_graph=retain_graph, allow_unused=True)
+        for each in (ours, expected)
+    ]
+    torch.testing.assert_close(*grads)

@@ -4,19 +4,14 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnscale import attention, attention_weights
+from attnscale import attention, attention_weights, attention_with_stats
 from attnscale.errors import AttnscaleError, DeviceError, DtypeError, InputError, SettingError, ShapeError
 
 batch, heads, q_len, kv_len, head_dim = 2, 3, 5, 7, 11
-
-
-def call(query=None, key=None, value=None, **options):
-    query = torch.randn(batch, heads, q_len, head_dim) if query is None else query
-    key = torch.randn(batch, heads, kv_len, head_dim) if key is None else key
-    value = torch.randn(batch, heads, kv_len, head_dim) if value is None else value
-    return attention(query, key, value, **options)
 
 
 r = torch.randn
@@ -44,6 +39,14 @@ BAD = [
     ),
     (dict(query=r(batch, heads, q_len, head_dim).half()), DtypeError, "one dtype, got query of torch.float16 and key"),
     (dict(query=torch.ones(batch, heads, q_len, head_dim, dtype=torch.int)), DtypeError, "floating-point .* query of"),
+    (
+        {name: torch.ones(batch, heads, 5, head_dim) * 1j for name in ("query", "key", "value")},
+        DtypeError,
+        "floating-point tensors, got query of torch.complex64",
+    ),
+    (dict(query=[1.0]), DtypeError, "Expected query as a tensor, got list"),
+    (dict(attn_mask=r(q_len, kv_len).double()), DtypeError, "bool, float32 or the query's"),
+    (dict(attn_mask=r(1, 1, 1, q_len, kv_len)), ShapeError, "attn_mask to broadcast"),
     (dict(key=torch.empty(batch, heads, kv_len, head_dim, device="meta")), DeviceError, "query on cpu and key on meta"),
     (dict(attn_mask=r(4, kv_len)), ShapeError, r"attn_mask to broadcast to \(2, 3, 5, 7\), .* got shape \(4, 7\)"),
     (dict(attn_mask=r(4)), ShapeError, "attn_mask to broadcast"),
@@ -76,9 +79,26 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "sentence"), BAD, ids=[sentence[:50] for *_, sentence in BAD])
-def test_bad_input_gets_a_sentence(arguments, error, sentence):
-    with pytest.raises(error, match=sentence):
-        call(**arguments)
+def test_bad_input_gets_a_sentence_and_the_error_that_sdpa_raises(arguments, error, sentence):
+    tensors = {
+        "query": r(batch, heads, q_len, head_dim),
+        "key": r(batch, heads, kv_len, head_dim),
+        "value": r(batch, heads, kv_len, head_dim),
+    }
+    for run in (attention, attention_with_stats):
+        with pytest.raises(error, match=sentence):
+            run(**tensors | arguments)
+    if arguments.keys() <= {*tensors, "attn_mask", "is_causal", "dropout_p", "enable_gqa"}:
+        assert issubclass(error, error_of_sdpa(tensors | arguments))
+
+
+def error_of_sdpa(arguments):
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(**arguments)
+    except (RuntimeError, TypeError) as error:
+        return TypeError if isinstance(error, TypeError) else RuntimeError
+    return RuntimeError
 
 
 def test_the_weights_check_their_input_too():

@@ -251,26 +251,6 @@ def test_what_windows_lacks_is_not_imported_unguarded():
     assert found == []
 
 
-LACKING = (
-    "import fcntl", "from os import fork", "KILL = signal.SIGKILL", "class A:\n x = os.getuid()",
-    "def f(x=os.nice): pass", "c = m.get_context('fork')",
-)  # fmt: skip
-GUARDED = (
-    "def f():\n import fcntl", "try:\n import fcntl\nexcept ImportError: pass",
-    "if hasattr(os, 'nice'):\n os.nice(1)", "x = signal.SIGINT",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("line", LACKING)
-def test_what_windows_lacks_is_found(line):
-    assert any(map(is_lacking_on_windows, run_on_import(ast.parse(line).body)))
-
-
-@pytest.mark.parametrize("line", GUARDED)
-def test_what_is_asked_for_first_is_not(line):
-    assert not any(map(is_lacking_on_windows, run_on_import(ast.parse(line).body)))
-
-
 def test_names_that_windows_has_no_byte_for_are_in_no_path():
     tracked = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     names = [path.relative_to(ROOT).as_posix() for path in tracked]

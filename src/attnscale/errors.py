@@ -1,24 +1,4 @@
-"""Errors and warnings.
-
-    AttnscaleError                  base of all errors; a ValueError
-    ├── InputError                  tensors that do not fit together; also a RuntimeError, as raised by SDPA
-    │   ├── ShapeError
-    │   ├── DtypeError              also a TypeError
-    │   └── DeviceError
-    ├── ModelError                  a model that cannot be loaded, or cannot run on its input
-    └── SettingError                a scale, a soft-cap or another setting with an invalid value; also a
-        │                           RuntimeError, as raised by SDPA for its dropout
-        └── UnknownRuleError
-
-Warnings, which do not stop the program:
-
-    AttnscaleWarning                base of all warnings; a UserWarning
-    ├── NotFollowedWarning          operations or modules that could not be traced, and are skipped
-    ├── NotInsideWarning            attention without a probe; sampled steps trace it, which is slower
-    ├── NotRecordedWarning          a training step, or a part of one, that was not recorded
-    ├── LostRankWarning             a rank that did not answer; records lack its rows
-    ├── SinkWarning                 a sink that failed, or a log that could not be written
-    └── DamagedFileWarning          a stored result that could not be read; it is computed again
+"""Errors, which are ValueErrors, and warnings, which do not stop the program.
 
 Every message states the expected value, the actual value and the remedy. Code must distinguish errors and warnings by
 class, never by message.
@@ -35,7 +15,7 @@ class AttnscaleError(ValueError):
 
 
 class InputError(AttnscaleError, RuntimeError):
-    """Tensors that do not fit together."""
+    """Tensors that do not fit together; a RuntimeError too, as SDPA raises."""
 
 
 class ShapeError(InputError):
@@ -55,7 +35,7 @@ class ModelError(AttnscaleError):
 
 
 class SettingError(AttnscaleError, RuntimeError):
-    """A scale, a soft-cap or another setting with an invalid value."""
+    """A scale, a soft-cap or another setting with an invalid value; a RuntimeError too, as SDPA raises."""
 
 
 class UnknownRuleError(SettingError):

@@ -4,8 +4,6 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,8 +24,7 @@ def write_whole(path: Path, text: str) -> None:
         if target.exists() and not stat.S_ISREG(target.stat().st_mode):
             target.write_bytes(content)
             return
-        with replacing(target, target.with_name(f".part-{secrets.token_hex(8)}")) as file:
-            file.write(content)
+        _replace(target, content)
     except OSError as error:
         raise SettingError(f"Could not write {path}: {error.strerror or error}.") from None
 
@@ -46,17 +43,17 @@ def read_whole(path: Path, most: int) -> bytes:
         return file.read(min(most, found.st_size + MARGIN))  # read(most) would allocate `most` bytes
 
 
-@contextmanager
-def replacing(target: Path, part: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `target` on exit; `part` is its temporary name.
+def _replace(target: Path, content: bytes) -> None:
+    """Write a new file, then give it the name of the target; the umask sets its permissions.
 
-    If the system supports files without a name, the file gets its name only on exit, so a killed process leaves no
-    file behind. The umask sets its permissions.
+    If the system supports files without a name, the file gets its name only when it is whole, so a killed process
+    leaves no file behind.
     """
+    part = target.with_name(f".part-{secrets.token_hex(8)}")
     try:
         handle, is_named = _new(part)
         with os.fdopen(handle, "wb") as file:
-            yield file
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
             if not is_named:

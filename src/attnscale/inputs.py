@@ -137,17 +137,14 @@ def _check_leading(tensors: dict[str, Tensor], enable_gqa: bool) -> None:
 def _check_mask(query: Tensor, attn_mask: Mask, scores: tuple[int, ...]) -> None:
     if isinstance(attn_mask, Visibility):
         _check_documents(query, attn_mask, scores)
-        if attn_mask.mask is not None:
-            _check_mask(query, attn_mask.mask, scores)
-    elif getattr(attn_mask, "variant", None) is not None:
-        _check_causal_bias(attn_mask, scores)
-    elif not isinstance(attn_mask, Tensor):
+        attn_mask = attn_mask.mask
+    if attn_mask is None:
+        return
+    if not isinstance(attn_mask, Tensor):
         raise DtypeError(f"Expected attn_mask as a tensor or a Visibility, got {type(attn_mask).__name__}.")
-    else:
-        _check_mask_tensor(query, attn_mask, scores)
-
-
-def _check_mask_tensor(query: Tensor, attn_mask: Tensor, scores: tuple[int, ...]) -> None:
+    if not is_plain_mask(attn_mask):
+        _check_causal_bias(attn_mask, scores)
+        return
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise DtypeError(
             f"Expected attn_mask as booleans (True: visible) or floats (added to the scores), got {attn_mask.dtype}."

@@ -1,15 +1,16 @@
 """MultiheadAttention: nn.MultiheadAttention with any scale rule and an optional soft-cap."""
 
+from functools import reduce
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnscale.attending.nested import any_nested, in_graph, sequences_see, unnested, wrapping
-from attnscale.attending.ragged import Sequences, aligned, as_one_row, as_tokens, scaled_sequences
+from attnscale.attending.nested import aligned, any_nested, in_graph, nested_like, sequences_see
+from attnscale.attending.ragged import Sequences, as_one_row, as_tokens, ragged_call
 from attnscale.attending.row_blocks import weights_of
 from attnscale.attending.running import run_sequences
 from attnscale.errors import InputError, ShapeError
-from attnscale.inputs import check_settings
 from attnscale.numerics import uncompiled
 from attnscale.operator import attention, attention_weights
 from attnscale.rules import get_rule
@@ -105,13 +106,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
-        inputs = [unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))]
-        heads = self._project(*(each.tokens.squeeze(1) for each in inputs))
-        layouts = (each.layout for each in inputs)
-        own, theirs, values = aligned(*map(Sequences, heads, layouts))
+        sequences = aligned({"query": query, "key": key, "value": value})
+        heads = self._project(*(each.tokens.squeeze(1) for each in sequences))
+        own, theirs, values = (Sequences(head, each.layout) for head, each in zip(heads, sequences, strict=True))
         dropout_p = self.dropout if self.training else 0.0
-        check_settings(dropout_p, self.softcap)
-        ragged = scaled_sequences(own, theirs, values, visibility, self.rule, False, self.softcap, dropout_p)
+        ragged = ragged_call(own, theirs, values, visibility, self.rule, False, self.softcap, dropout_p)
         weights: list[Tensor] = []
         if need_weights:
             calls = list(ragged.calls())
@@ -121,7 +120,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             row = run_sequences(ragged)
         output = self.out_proj(as_tokens(row).flatten(1)).unsqueeze(1)
         like = next(tensor for tensor in (query, key, value) if tensor.is_nested)
-        nested = wrapping(query, like, ragged.rows)(as_one_row(output))
+        nested = nested_like(like, ragged.rows, as_one_row(output))
         if not need_weights:
             return nested, None
         matrices = [each.squeeze(0).mean(0) if average else each.squeeze(0) for each in weights]
@@ -155,8 +154,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Merge both masks into one for attention(); return None and True if masking is only causal."""
         batch, _, q_len, _ = query.shape
         kv_len, appends = key.shape[-2], self.bias_k is not None or self.add_zero_attn
-        hidden = attn_mask if is_plain_mask(attn_mask) else None
-        if hidden is not attn_mask:
+        if attn_mask is not None and not is_plain_mask(attn_mask):
             if key_padding_mask is not None or appends:
                 raise InputError(
                     f"Expected attn_mask as a tensor with key_padding_mask, add_bias_kv or add_zero_attn, got a "
@@ -165,18 +163,20 @@ class MultiheadAttention(nn.MultiheadAttention):
             return attn_mask, False
         if is_causal and key_padding_mask is None and not appends:
             return None, True
-        if is_causal and hidden is None:
-            hidden = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).triu(1)
-        if hidden is not None and hidden.dim() == 3:
-            _expect_shape("attn_mask", hidden, (batch * self.num_heads, q_len, kv_len))
-            hidden = hidden.unflatten(0, (batch, self.num_heads))
-        elif hidden is not None:
-            _expect_shape("attn_mask", hidden, (q_len, kv_len))
+        masks: list[Tensor] = []
+        if is_plain_mask(attn_mask) and attn_mask.dim() == 3:
+            _expect_shape("attn_mask", attn_mask, (batch * self.num_heads, q_len, kv_len))
+            masks.append(attn_mask.unflatten(0, (batch, self.num_heads)))
+        elif is_plain_mask(attn_mask):
+            _expect_shape("attn_mask", attn_mask, (q_len, kv_len))
+            masks.append(attn_mask)
+        elif is_causal:
+            masks.append(torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).triu(1))
         if key_padding_mask is not None:
             padding = key_padding_mask if key_padding_mask.dim() == 2 else key_padding_mask.unsqueeze(0)
             _expect_shape("key_padding_mask", padding, (batch, kv_len))
-            key_padding_mask = padding[:, None, None, :]
-        return _merged(hidden, key_padding_mask, query.dtype), False
+            masks.append(padding[:, None, None, :])
+        return _merged(masks, query.dtype), False
 
     def _append_keys(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask
@@ -208,19 +208,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         return weights @ value, weights
 
 
-def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Merge masks where True hides a key into one where True shows it, or into a float mask if either is float."""
-    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+def _merged(masks: list[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Merge masks where True hides a key into one where True shows it, or into a float mask if any is float."""
+    if not masks:
+        return None
     if all(mask.dtype == torch.bool for mask in masks):
-        masks = [~mask for mask in masks]
-        return masks[0] & masks[1] if len(masks) == 2 else (masks[0] if masks else None)
-    floats = [
-        torch.zeros((), dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
-        if mask.dtype == torch.bool
-        else mask.to(dtype)
-        for mask in masks
-    ]
-    return floats[0] + floats[1] if len(floats) == 2 else floats[0]
+        return ~reduce(torch.logical_or, masks)
+    zero = torch.zeros((), dtype=dtype, device=masks[0].device)
+    floats = (zero.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask.to(dtype) for mask in masks)
+    return reduce(torch.add, floats)
 
 
 def _expect_shape(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Given = ParamSpec("Given")
+Params = ParamSpec("Params")
 Result = TypeVar("Result")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 WIDE_DTYPES = (torch.float32, torch.float64)
@@ -25,7 +25,7 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
 
-def uncompiled(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def uncompiled(function: Callable[Params, Result]) -> Callable[Params, Result]:
     """Return the function, excluded from the graph while torch.compile traces."""
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 

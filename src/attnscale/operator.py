@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from attnscale.attending import sdpa
-from attnscale.attending.call import Call, above_zero, fold
-from attnscale.attending.nested import any_nested, even_parts, in_graph, nested_call
-from attnscale.attending.ragged import NO_WINDOW, Starts, Window, as_tokens, layouts, packed_call, window_of
+from attnscale.attending.call import Call, folded_call
+from attnscale.attending.nested import any_nested, in_graph, is_ragged_before_heads, jagged, nested_call
+from attnscale.attending.ragged import NO_WINDOW, Window, as_tokens, packed_call, window_of
 from attnscale.attending.row_blocks import weights_of
 from attnscale.attending.running import run, run_sequences
 from attnscale.inputs import check_inputs, check_sinks
@@ -113,8 +113,21 @@ def attention_varlen(
     """
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
     seen = window_of(window_size, is_causal)
-    run_packed = in_graph(_attend_packed, scale)
-    return run_packed(query, key, value, sequences, seen, scale, enable_gqa, softcap, dropout_p, sinks)
+    options = sequences, seen, scale, enable_gqa, softcap, dropout_p, sinks
+    return in_graph(_attend_packed, scale)(query, key, value, *options)
+
+
+def _attend_nested(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask, is_causal: bool, *options: Any
+) -> Tensor:
+    if is_ragged_before_heads(query, key, value):
+        own, theirs, values = (jagged(tensor).values() for tensor in (query, key, value))
+        scale, enable_gqa, softcap, dropout_p, sinks = options
+        flags = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        output = attention(own, theirs, values, *flags, softcap=softcap, sinks=sinks)
+        return torch.nested.nested_tensor_from_jagged(output, jagged(query).offsets(), jagged(query).lengths())
+    ragged, nest = nested_call(query, key, value, attn_mask, is_causal, *options)
+    return nest(run_sequences(ragged))
 
 
 def _nested_weights(query: Tensor, key: Tensor, *options: Any) -> Tensor:
@@ -123,19 +136,8 @@ def _nested_weights(query: Tensor, key: Tensor, *options: Any) -> Tensor:
     return torch.nested.as_nested_tensor([each.squeeze(0) if query.dim() == 3 else each for each in matrices])
 
 
-def _attend_packed(query: Tensor, key: Tensor, value: Tensor, sequences: Starts, *options: Any) -> Tensor:
-    return as_tokens(run_sequences(packed_call(query, key, value, *layouts(query, *sequences), *options)))
-
-
-def _attend_nested(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
-    even = even_parts(query, key, value)
-    if even is not None:
-        (query, key, value), wrap = even
-        attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p, sinks = options
-        options_by_name = {"softcap": softcap, "sinks": sinks}
-        return wrap(attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options_by_name))
-    ragged, wrap = nested_call(query, key, value, *options)
-    return wrap(run_sequences(ragged))
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+    return as_tokens(run_sequences(packed_call(query, key, value, *options)))
 
 
 def scaled_call(
@@ -150,11 +152,7 @@ def scaled_call(
     sinks: Tensor | None = None,
 ) -> Call:
     """Return the call in the form that kernels take: a float as its scale, and one leading dimension."""
-    visibility = visibility.within(query.shape[-2], key.shape[-2])
-
-    def counts() -> Tensor | None:
-        return visibility.with_infinite_mask().counts(query.shape[-2], key.shape[-2], query.device)
-
-    scaled_query, scaled_key, factor = apply_scale(scale, query, key, counts)
-    scaled_query, factor = above_zero(scaled_query, factor, visibility)
-    return Call(*fold(scaled_query, scaled_key, value, visibility, enable_gqa), dropout_p, factor, softcap, sinks)
+    q_len, kv_len = query.shape[-2], key.shape[-2]
+    seen = visibility.within(q_len, kv_len)
+    scaled = apply_scale(scale, query, key, lambda: seen.with_infinite_mask().counts(q_len, kv_len, query.device))
+    return folded_call(scaled, value, seen, enable_gqa, softcap, dropout_p, sinks)

@@ -18,7 +18,7 @@ def printable(text: str) -> str:
     >>> print(printable("layer\\x1b[31m.0"), printable("\\x9b√\\u202e"))
     layer\\x1b[31m.0 \\x9b√\\u202e
     """
-    return UNUSUAL.sub(lambda found: _escaped(found[0]), text)
+    return UNUSUAL.sub(_escaped, text)
 
 
 def printable_lines(text: str) -> str:
@@ -40,17 +40,15 @@ def json_text(value: object) -> str:
     }
     """
     text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
-    return UNUSUAL.sub(
-        lambda found: found[0] if found[0] in "\n" or found[0].isprintable() else _in_json(found[0]), text
-    )
+    return "\n".join(UNUSUAL.sub(_escaped_in_json, line) for line in text.split("\n"))
 
 
-def _escaped(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+def _escaped(found: re.Match[str]) -> str:
+    return found[0] if found[0].isprintable() else found[0].encode("unicode_escape").decode("ascii")
 
 
-def _in_json(character: str) -> str:
-    return json.dumps(character)[1:-1]
+def _escaped_in_json(found: re.Match[str]) -> str:
+    return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
 
 
 def finite(value: float) -> float | None:

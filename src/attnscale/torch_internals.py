@@ -31,8 +31,8 @@ KERNELS = {
 class Internal:
     """A private name of torch; `found` is None if this torch lacks it."""
 
-    def __init__(self, module: str, name: str, lost: str, only_with_cuda: bool = False) -> None:
-        self._module, self._name, self.lost, self.only_with_cuda = module, name, lost, only_with_cuda
+    def __init__(self, module: str, name: str, lost: str) -> None:
+        self._module, self._name, self.lost = module, name, lost
         INTERNALS.append(self)
 
     @property
@@ -60,7 +60,6 @@ _dispatch_mode = Internal("torch.utils._python_dispatch", "TorchDispatchMode", "
 _without_modes = Internal(
     "torch.utils._python_dispatch", "_disable_current_modes", "creating a CausalBias in a watched model raises"
 )
-_modes_in_place = Internal("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "modes are not counted")
 _fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shape-only tensors are traced like real ones")
 _operator = Internal("torch._ops", "OpOverload", "operations cannot be identified: nothing is measured")
 _has_kernel = Internal("torch._C", "_dispatch_has_kernel_for_dispatch_key", "composite operations are not decomposed")
@@ -79,9 +78,6 @@ NO_FLEX = "compiled FlexAttention is measured uncompiled"
 _included_keys = Internal("torch._C", "_dispatch_tls_local_include_set", f"{NO_FLEX} (included keys)")
 _excluded_keys = Internal("torch._C", "_dispatch_tls_local_exclude_set", f"{NO_FLEX} (excluded keys)")
 _force_keys = Internal("torch._C", "_ForceDispatchKeyGuard", NO_FLEX)
-_copy_each = Internal("torch", "_foreach_copy_", "QK-Clip resets its buffers one by one, which is slower")
-_multiply_each = Internal("torch", "_foreach_mul_", "QK-Clip multiplies parameters one by one, which is slower")
-_raw_stream = Internal("torch._C", "_cuda_getCurrentRawStream", "kernel launches are slower", only_with_cuda=True)
 _script_builtin = Internal("torch.jit._builtins", "_register_builtin", "torch.jit.script refuses attention()")
 SLOWER = "the backward of attention_with_stats recomputes its attention"
 NO_LSE = "the largest score of rows outside the sample has wider bounds"
@@ -156,8 +152,8 @@ def without_modes() -> Any:
 
 
 def modes_in_place() -> int:
-    """Return the number of dispatch modes that are active on this thread."""
-    return len(_modes_in_place(otherwise=()))
+    """Return the number of dispatch modes that are active on this thread; 1 if unknown."""
+    return int(_dispatch_modes(otherwise=1))
 
 
 def schema_of(function: Any) -> Any | None:
@@ -235,24 +231,16 @@ def refuses_breaks(frame: FrameType) -> bool:
     return bool(getattr(settings, "fullgraph", True)) or bool(getattr(settings, "error_on_graph_break", False))
 
 
-def copy_each_(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_each_(into: list[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, in one call."""
-    _each(_copy_each, Tensor.copy_, into, sources)
+    if into:
+        torch._foreach_copy_(into, list(sources))
 
 
-def multiply_each_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+def multiply_each_(tensors: list[Tensor], factors: list[Tensor]) -> None:
     """Multiply each tensor in place by its factor, which may broadcast, in one call."""
-    _each(_multiply_each, Tensor.mul_, tensors, factors)
-
-
-def _each(
-    together: Internal, apart: Callable[[Tensor, Tensor], Any], tensors: Sequence[Tensor], others: Sequence[Tensor]
-) -> None:
-    if together.found is not None and tensors:
-        together(tensors, others)
-        return
-    for tensor, other in zip(tensors, others, strict=True):
-        apart(tensor, other)
+    if tensors:
+        torch._foreach_mul_(tensors, factors)
 
 
 def held_by(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Module | None]]:
@@ -262,8 +250,7 @@ def held_by(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Modul
 
 def current_stream(device: int | None = None) -> int:
     """Return the handle of the current CUDA stream of a device, by default the current device."""
-    device = torch.cuda.current_device() if device is None else device
-    return int(_raw_stream(device) if _raw_stream.found is not None else torch.cuda.current_stream(device).cuda_stream)
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def in_transform() -> bool:
@@ -273,7 +260,7 @@ def in_transform() -> bool:
 
 def looks_on() -> bool:
     """Return True if a mode or a torch.func transform is active, which a raw kernel launch would bypass."""
-    return bool(_dispatch_modes(otherwise=1)) or bool(_function_modes(otherwise=True)) or in_transform()
+    return bool(modes_in_place()) or bool(_function_modes(otherwise=True)) or in_transform()
 
 
 def dispatch_keys() -> tuple[Any, Any]:

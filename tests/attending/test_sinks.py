@@ -16,6 +16,8 @@ from attnscale import (
 )
 from attnscale.errors import ShapeError
 from tests.others import OTHERS_MAY_WARN
+from tests.precision import assert_same
+from tests.ragged import Batch
 
 pytestmark = OTHERS_MAY_WARN
 batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim = 2, 6, 3, 13, 17, 11, 7
@@ -43,36 +45,30 @@ def tensors(dtype=torch.float64, grad=True):
 def written_out(query, key, value, sinks, attn_mask=None, is_causal=False, scale=None, softcap=None):
     """Return the output, formed from the full matrix with one more column."""
     key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in (key, value))
-    seen = torch.ones(q_len, kv_len, dtype=torch.bool)
-    seen = seen.tril() if is_causal else seen
+    seen, added = torch.ones(q_len, kv_len, dtype=torch.bool), 0.0
     if isinstance(attn_mask, Visibility):
         seen = attn_mask.within(q_len, kv_len).shown(slice(0, q_len), slice(0, kv_len), "cpu")
-    elif attn_mask is not None and attn_mask.dtype == torch.bool:
-        seen = attn_mask
-    query, key, factor = rules.get_rule(scale or "inverse_sqrt")(query, key) if not isinstance(scale, float) else (
-        query, key, scale
-    )  # fmt: skip
+    elif attn_mask is not None:
+        seen, added = (attn_mask, 0.0) if attn_mask.dtype == torch.bool else (seen, attn_mask)
+    rule = rules.constant(scale) if isinstance(scale, float) else rules.get_rule(scale or "inverse_sqrt")
+    query, key, factor = rule(query, key)
     scores = query @ key.mT * factor
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores + (attn_mask if isinstance(attn_mask, torch.Tensor) and attn_mask.dtype != torch.bool else 0.0)
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = (scores + added).masked_fill(~(seen.tril() if is_causal else seen), -torch.inf)
     column = sinks[:, None, None].expand(batch, -1, q_len, 1)
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_output_and_gradients_are_those_of_one_more_column(case):
+def test_output_and_gradients_equal_a_softmax_with_one_more_column(case):
     inputs = tensors()
     ours = attention(*inputs[:3], sinks=inputs[3], enable_gqa=True, **CASES[case])
-    expected = written_out(*inputs, **CASES[case])
-    torch.testing.assert_close(ours, expected)
-    found = [torch.autograd.grad(each.sin().sum(), inputs) for each in (ours, expected)]
-    torch.testing.assert_close(*found)
+    assert_same(ours, written_out(*inputs, **CASES[case]), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["plain", "causal", "booleans", "window", "soft-cap"])
-def test_every_dtype_is_as_exact_as_it_can_be(case, dtype):
+def test_the_error_is_the_rounding_of_the_dtype(case, dtype):
     inputs = tensors(dtype)
     ours = attention(*inputs[:3], sinks=inputs[3], enable_gqa=True, **CASES[case])
     exact = written_out(*(each.double() for each in inputs), **CASES[case])
@@ -93,7 +89,7 @@ def test_second_derivatives_of_the_fused_kernel():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_tensors_that_do_not_lie_in_rows_are_read_right(masked):
+def test_tensors_with_rows_that_are_not_contiguous_are_read_right(masked):
     inputs = tensors()
     turned = [each.detach().mT.contiguous().mT.requires_grad_() for each in inputs[:3]]
     mask = torch.randn(kv_len, q_len, dtype=torch.float64).T if masked else None
@@ -101,10 +97,8 @@ def test_tensors_that_do_not_lie_in_rows_are_read_right(masked):
         pair = [[each[0] for each in some] if sinks is None else some for some in (inputs[:3], turned)]
         outputs = [attention(*some, mask, sinks=sinks, enable_gqa=True) for some in pair]
         torch.testing.assert_close(*outputs)
-        grads = [
-            torch.autograd.grad(o.sin().sum(), some) for o, some in zip(outputs, (inputs[:3], turned), strict=True)
-        ]
-        torch.testing.assert_close(*grads)
+        pairs = zip(outputs, (inputs[:3], turned), strict=True)
+        torch.testing.assert_close(*(torch.autograd.grad(output.sin().sum(), some) for output, some in pairs))
 
 
 def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_everything():
@@ -115,15 +109,13 @@ def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_everything():
 
 
 @pytest.mark.parametrize("case", ["plain", "causal", "booleans", "window", "soft-cap"])
-def test_it_compiles_into_one_graph_with_gradients(case):
+def test_sinks_compile_into_one_graph_with_gradients(case):
     inputs = tensors()
 
     def run(query, key, value, sinks):
         return attention(query, key, value, sinks=sinks, enable_gqa=True, **CASES[case]) * 2
 
-    ours, expected = torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs), run(*inputs)
-    torch.testing.assert_close(ours, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(each.sin().sum(), inputs) for each in (ours, expected)))
+    assert_same(torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs), run(*inputs), inputs)
 
 
 @pytest.mark.parametrize("rows", [None, 11])
@@ -154,30 +146,21 @@ def test_transforms_of_torch_func_reach_the_sinks():
     torch.testing.assert_close(torch.func.grad(loss)(sinks), torch.autograd.grad(loss(sinks), sinks)[0])
 
 
-def test_sequences_of_a_packed_batch_have_them_too():
-    query, key, value, sinks = tensors()
-    lengths = [5, 0, 8]
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    packed = [x[0, :, :q_len].transpose(0, 1) for x in (query, key, value)]
-    ours = attention_varlen(*packed, starts, is_causal=True, enable_gqa=True, sinks=sinks)
-    same, stats = attention_varlen_with_stats(*packed, starts, is_causal=True, enable_gqa=True, sinks=sinks)
-    jagged = [torch.nested.nested_tensor_from_jagged(each, starts).transpose(1, 2) for each in packed]
-    nested = attention(*jagged, is_causal=True, enable_gqa=True, sinks=sinks).transpose(1, 2).values()
-    parts = [
-        attention(*(each.transpose(0, 1) for each in part), is_causal=True, enable_gqa=True, sinks=sinks)
-        for part in zip(*(x.split(lengths) for x in packed), strict=True)
-    ]
-    expected = torch.cat(parts, 1).transpose(0, 1)
-    for output in (ours, same, nested):
-        torch.testing.assert_close(output, expected)
-        torch.testing.assert_close(
-            torch.autograd.grad(output.sin().sum(), sinks, retain_graph=True),
-            torch.autograd.grad(expected.sin().sum(), sinks, retain_graph=True),
-        )
+def test_sinks_of_packed_and_nested_sequences():
+    *inputs, sinks = tensors()
+    options = {"is_causal": True, "enable_gqa": True, "sinks": sinks}
+    ragged = Batch(*(x[0, :, :q_len].transpose(0, 1) for x in inputs), [5, 0, 8], [5, 0, 8])
+    output, stats = attention_varlen_with_stats(*ragged.tensors, ragged.starts[0], **options)
+    nested = attention(*ragged.nested(), **options).transpose(1, 2).values()
+    parts = [attention(*part, **options) for part in ragged.alone()]
+    expected = torch.cat(parts, 2)[0].transpose(0, 1)
+    packed = attention_varlen(*ragged.tensors, ragged.starts[0], **options)
+    for ours in (packed, output, nested):
+        assert_same(ours, expected, [sinks], retain_graph=True)
     assert (stats.learned_sink > 0).all()
 
 
-def test_autocast_casts_what_is_multiplied():
+def test_autocast_casts_attention_with_sinks():
     query, key, value, sinks = tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         output = attention(query, key, value, sinks=sinks, enable_gqa=True)
@@ -187,7 +170,7 @@ def test_autocast_casts_what_is_multiplied():
 
 
 @pytest.mark.parametrize("sinks", [torch.zeros(2), torch.zeros(heads, 1), torch.zeros(heads, dtype=torch.long)])
-def test_what_is_not_one_logit_a_head_is_refused(sinks):
+def test_sinks_that_are_not_one_logit_a_head_are_refused(sinks):
     query, key, value, _ = tensors(grad=False)
     options = {"sinks": sinks, "enable_gqa": True}
     for run in (partial(attention, value=value), partial(attention_with_stats, value=value), score_stats):

@@ -32,7 +32,7 @@ def finding(layer, code="sharp", severity="warning", head=None):
     return Finding(layer, head, code, severity, "It is so.", None, None, "Do this.")
 
 
-def test_findings_that_say_the_same_are_told_once_the_worst_first():
+def test_equal_findings_are_grouped_and_sorted_by_severity():
     groups = grouped(
         [
             finding("blocks.1", head=2),
@@ -65,7 +65,7 @@ def test_the_expected_spread_is_that_of_independent_queries_and_keys():
     assert line_of(declared, []).spread_expected == pytest.approx(38 * 0.5 / (D_MODEL // HEADS) ** 0.5)
 
 
-def test_what_watching_could_not_follow_is_noted_and_what_the_model_warns_of_is_not():
+def test_warnings_of_attnscale_become_notes_and_those_of_the_model_do_not():
     assert check_model(Request(f"{BROKEN}warns")).notes == ("Two modules were left out.",)
 
 
@@ -166,7 +166,7 @@ def test_the_demo_and_the_table_of_a_run_use_the_same_words(capsys, monkeypatch)
         assert row[-1] == (word if worst_code(name, audit.findings) else NO_ALARM)
 
 
-def test_heads_that_cannot_be_told_are_counted_in_the_conclusion():
+def test_uncertain_heads_are_counted_in_the_conclusion():
     few = check_model(Request(f"{BROKEN}healthy"), rows=4)
     unsure = sum(line.heads_by_verdict.get("uncertain", 0) for line in few.lines)
     assert unsure > 0

@@ -120,7 +120,7 @@ def test_the_model_is_left_as_it_was():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_what_has_no_backends_is_refused_in_a_sentence():
+def test_models_without_backends_are_refused_with_a_sentence():
     with pytest.raises(SettingError, match="Expected a transformers model"):
         attnscale.compare_backends(nn.Linear(2, 2), torch.zeros(1, 2))
     with pytest.raises(SettingError, match="two backends or more"):

@@ -1,6 +1,7 @@
 """Small Hugging Face models on disk, whole and broken."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -38,3 +39,12 @@ def configure(bert):
         path.write_text(json.dumps(config), encoding="utf-8")
 
     return change
+
+
+def hide(monkeypatch, package):
+    """Let a package seem not to be installed."""
+
+    def found(name):
+        return None if name == package else find_spec(name)
+
+    monkeypatch.setattr("attnscale.loading.model_errors.find_spec", found)

@@ -67,7 +67,7 @@ def test_a_name_is_the_revision_that_main_stands_for(hub):
     torch.testing.assert_close(query_of(load_model(Request(f"some/bert@{NEW}"))), new)
 
 
-def test_a_command_reads_it_without_the_network(hub, listener):
+def test_a_command_reads_the_cache_without_the_network(hub, listener):
     address, came = listener
     cache = {"HF_HUB_CACHE": str(hub.parent), "HF_ENDPOINT": address}
     ended = in_a_process("check", "some/bert", "--json", **cache)
@@ -107,7 +107,7 @@ def test_a_reference_that_leads_elsewhere_is_not_followed(hub):
         load_model(Request("some/bert"))
 
 
-def test_only_names_are_fetched(bert):
+def test_download_needs_a_name(bert):
     ended = run("check", bert, "--download")
     assert ended.returncode == 2
     assert "as org/name, with --download" in ended.stderr

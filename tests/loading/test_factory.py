@@ -74,13 +74,13 @@ def test_a_transformer_of_the_librarys_own_gets_text():
         ("Tiny", "returns a Tiny without inputs"),
     ],
 )
-def test_a_factory_that_fails_is_told_in_one_sentence(name, sentence):
+def test_a_factory_that_fails_is_reported_in_one_sentence(name, sentence):
     with pytest.raises(ModelError, match=sentence) as caught:
         load(name)
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_that_is_not_there():
+def test_a_missing_module_is_named():
     with pytest.raises(ModelError, match="ModuleNotFoundError, No module named 'no_such_module'"):
         load_model(Request("no_such_module:make"))
 

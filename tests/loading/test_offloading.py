@@ -23,6 +23,7 @@ from attnscale.checking import check_model
 from attnscale.errors import ModelError
 from attnscale.loading import Request, load_model
 from attnscale.loading.model_errors import quiet
+from tests.loading.conftest import hide
 
 needs_offloading = pytest.mark.skipif(
     parse(transformers.__version__) < parse("5.13"), reason="it has no such offloading"
@@ -100,7 +101,7 @@ def test_one_file_of_weights_is_run_from_disk_and_leaves_nothing_behind(tmp_path
 
 def test_what_cannot_run_from_disk_is_refused(bert, without_memory, monkeypatch):
     without_memory()
-    monkeypatch.setattr("attnscale.loading.huggingface.find_spec", lambda name: None)
+    hide(monkeypatch, "accelerate")
     with pytest.raises(ModelError, match=r"needs the package accelerate: pip install 'attnscale\[hf\]'"):
         load_model(Request(str(bert)))
     (bert / "model.safetensors").rename(bert / "pytorch_model.bin")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -38,37 +37,6 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: refuse(None, a))
     return asked
-
-
-def bare_pickle(path, bomb):
-    path.write_bytes(pickle.dumps(bomb))
-
-
-def torch_pickle(path, bomb):
-    torch.save({"weight": torch.zeros(2), "more": bomb}, path)
-
-
-@pytest.mark.parametrize("write", [bare_pickle, torch_pickle])
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
-def test_a_pickle_with_code_in_it_is_refused_and_not_run(bert, tmp_path, write, name):
-    (bert / "model.safetensors").unlink()
-    write(bert / name, Bomb(tmp_path / "ran"))
-    alone = tmp_path / name  # refused before its configuration is missed
-    alone.write_bytes((bert / name).read_bytes())
-    for model in (bert, bert / name, alone):
-        with pytest.raises(ModelError, match=r"Refused .*could run code. Save the weights as safetensors"):
-            load_model(Request(str(model)))
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_pickled_shard_is_refused_too(bert, tmp_path):
-    (bert / "model.safetensors").unlink()
-    torch_pickle(bert / "shard.bin", Bomb(tmp_path / "ran"))
-    index = json.dumps({"weight_map": {"weight": "shard.bin"}})
-    (bert / "pytorch_model.bin.index.json").write_text(index, encoding="utf-8")
-    with pytest.raises(ModelError, match="Refused"):
-        load_model(Request(str(bert)))
-    assert not (tmp_path / "ran").exists()
 
 
 IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")

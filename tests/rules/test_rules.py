@@ -108,9 +108,9 @@ def test_learned_temperatures_start_at_the_default(name):
 
 
 def test_mup_equals_the_default_at_its_base_and_inverse_dim_at_base_one():
-    query, key = torch.randn(2, 64), torch.randn(2, 64)
-    assert rules.mup(1)(query, key)[2] == rules.inverse_dim(query, key)[2] == 1 / 64
-    assert rules.mup()(query, key)[2] == rules.inverse_sqrt(query, key)[2] == 0.125
+    tensors = torch.randn(2, 2, 64)
+    assert rules.mup(1)(*tensors)[2] == rules.inverse_dim(*tensors)[2] == 1 / 64
+    assert rules.mup()(*tensors)[2] == rules.inverse_sqrt(*tensors)[2] == 0.125
 
 
 def test_cosine_starts_at_ten_and_never_passes_a_hundred():

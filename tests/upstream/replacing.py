@@ -5,7 +5,7 @@ import types
 import torch.nn.functional as F
 
 import attnscale
-from attnscale.attending import sdpa, varlen
+from attnscale.attending import sdpa
 
 BEFORE = types.ModuleType("functional_before")
 vars(BEFORE).update(vars(F))
@@ -13,6 +13,5 @@ vars(BEFORE).update(vars(F))
 
 def pytest_configure() -> None:
     """Ours calls what was there before."""
-    for module in (sdpa, varlen):
-        module.F = BEFORE
+    sdpa.F = BEFORE
     F.scaled_dot_product_attention = attnscale.attention

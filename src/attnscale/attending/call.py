@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnscale.rules.rule import Scaled
 from attnscale.shapes import broadcast
 from attnscale.visibility import Visibility
 
+CUDA_ALIGNMENT = 8  # CUDA kernels require head dimensions that are multiples of this
+WIDEST_HEAD = 256  # largest head dimension for flash attention and for grouped queries
 ALMOST_ZERO = 1e-30  # replaces a scale of zero: every score rounds to the same weight
 
 
@@ -45,23 +48,28 @@ class Call:
         return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
-def above_zero(query: Tensor, scale: float, visibility: Visibility) -> tuple[Tensor, float]:
-    """Return query and scale with the same scores; the scale is positive if keys are hidden by position.
-
-    Torch's fused kernels set such scores to −∞ before they scale: a scale of zero gives NaN, and a negative scale turns
-    them into +∞.
-    """
-    if scale > 0.0 or (visibility.last is None and visibility.first is None):
-        return query, scale
-    return (query, ALMOST_ZERO) if scale == 0.0 else (query * -1.0, -scale)
+def folded_call(
+    scaled: Scaled,
+    value: Tensor,
+    visibility: Visibility,
+    enable_gqa: bool,
+    softcap: float | None,
+    dropout_p: float,
+    sinks: Tensor | None,
+) -> Call:
+    """Return an attention in the form that kernels expect, from query, key and scale as a rule returns them."""
+    query, key, scale = scaled
+    if scale <= 0.0 and not (visibility.last is None and visibility.first is None):
+        # Torch's fused kernels set scores that are hidden by position to −∞ before they scale: a scale of zero gives
+        # NaN, and a negative scale turns them into +∞.
+        query, scale = (query, ALMOST_ZERO) if scale == 0.0 else (query * -1.0, -scale)
+    return Call(*fold(query, key, value, visibility, enable_gqa), dropout_p, scale, softcap, sinks)
 
 
 def fold(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Visibility]:
     """Fold all leading dimensions into one batch; torch's kernels are fused for four dimensions only."""
-    if visibility.is_plain and _are_folded(query, key, value, enable_gqa):
-        return query, key, value, visibility
     query, key, value = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (query, key, value))
     lead = broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     heads = [query.shape[-3], key.shape[-3], value.shape[-3]]
@@ -79,12 +87,6 @@ def fold(
         rows, keys = (_fold_documents(ids, lead) for ids in visibility.documents)
         visibility = replace(visibility, documents=(rows, keys))
     return query, key, value, visibility
-
-
-def _are_folded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    if not query.dim() == key.dim() == value.dim() == 4 or key.shape[:2] != value.shape[:2]:
-        return False
-    return query.shape[0] == key.shape[0] and (enable_gqa or query.shape[1] == key.shape[1])
 
 
 def _fold_lead(tensor: Tensor, lead: torch.Size, heads: int) -> Tensor:
@@ -108,6 +110,12 @@ def _fold_documents(ids: Tensor, lead: torch.Size) -> Tensor:
     if math.prod(ids.shape[:-1]) == 1:
         return ids.reshape(-1)
     return ids if ids.dim() == 2 and len(lead) == 1 else ids.expand(*lead, -1).reshape(math.prod(lead), ids.shape[-1])
+
+
+def aligned_width(tensor: Tensor) -> int:
+    """Return the head dimension, rounded up to what the kernels of the tensor's device require."""
+    width = tensor.shape[-1]
+    return -(-width // CUDA_ALIGNMENT) * CUDA_ALIGNMENT if tensor.device.type == "cuda" else width
 
 
 def padded(tensor: Tensor, width: int) -> Tensor:

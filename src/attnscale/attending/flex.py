@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from functools import cache
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,33 +38,20 @@ def attend(call: Call) -> Tensor:
     query, key, value = padded(call.query, head_dim), padded(call.key, head_dim), padded(call.value, value_dim)
     run = _flex if torch.compiler.is_compiling() else _compiled(_specialisation(call))
     output = run(
-        query,
-        key,
-        value,
-        _score_mod(call.softcap, call.visibility.mask),
-        _causal_blocks(call) if call.visibility.is_causal else None,
-        call.scale,
-        call.grouped,
-        call.sinks,
+        *(query, key, value, call.sinks),
+        score_mod=_score_mod(call.softcap, call.visibility.mask),
+        block_mask=_causal_blocks(call) if call.visibility.is_causal else None,
+        scale=call.scale,
+        enable_gqa=call.grouped,
     )
     return output[..., : call.value.shape[-1]]
 
 
-def _flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreMod,
-    block_mask: BlockMask | None,
-    scale: float,
-    enable_gqa: bool,
-    sinks: Tensor | None,
-) -> Tensor:
+def _flex(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, **options: Any) -> Tensor:
     if sinks is None:
-        output = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
-        assert isinstance(output, Tensor)  # a tuple only with return_lse
+        output: Tensor = flex_attention(query, key, value, **options)
         return output
-    output, lse = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse=True)
+    output, lse = flex_attention(query, key, value, return_lse=True, **options)
     return (output * torch.sigmoid(lse - sinks.unsqueeze(-1)).unsqueeze(-1)).to(output.dtype)
 
 

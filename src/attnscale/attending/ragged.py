@@ -3,20 +3,21 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnscale.attending.call import Call, above_zero, fold
+from attnscale.attending.call import Call, folded_call
 from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
 from attnscale.inputs import check_inputs, check_sinks
-from attnscale.rules.apply import Scale, apply_scale_to_sequences
+from attnscale.rules.apply import Scale, apply_scale, apply_scale_to_sequences, can_scale_as_one_row
 from attnscale.torch_internals import unseen
-from attnscale.visibility import EVERYTHING, Visibility
+from attnscale.visibility import Visibility
 
 Window = tuple[int, int]
 NO_WINDOW: Window = (-1, -1)
-Starts = tuple[Tensor | None, Tensor | None, int | None, int | None, Tensor | None]  # arguments of layouts()
+Starts = tuple[Tensor | None, Tensor | None, int | None, int | None, Tensor | None]  # arguments of attention_varlen()
 
 
 @dataclass(frozen=True)
@@ -25,63 +26,37 @@ class Layout:
 
     offsets: Tensor  # (sequences + 1,), on the device of the tokens
     known_longest: int | None = None  # length of the longest sequence, if the caller passed it
+    symbol: Any = None  # ragged size of a jagged tensor; equal for equal lengths, also in a graph
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Layout":
         """Return the layout of sequences of these lengths."""
-        return cls(torch.tensor([0, *lengths]).cumsum(0).to(device, non_blocking=True))
-
-    @classmethod
-    def even(cls, count: int, length: int, device: torch.device) -> "Layout":
-        """Return the layout of sequences of one length."""
-        return cls(torch.arange(count + 1, device=device) * length, length)
+        offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, non_blocking=True)
+        return cls(offsets, max(lengths, default=0))
 
     @property
     def count(self) -> int:
         """Number of sequences."""
         return self.offsets.shape[0] - 1  # in a graph, len() would be a constant
 
-    @property
-    def sizes(self) -> Tensor:
-        """Length of each sequence, on the device."""
-        return self.offsets.diff()
-
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Length of each sequence, on the host; synchronises with a GPU."""
-        return tuple(self.sizes.tolist())
+        return tuple(self.offsets.diff().tolist())
 
     @property
     def longest(self) -> int:
         """Length of the longest sequence."""
         return max(self.lengths, default=0) if self.known_longest is None else self.known_longest
 
-    @property
-    def is_at_hand(self) -> bool:
-        """True if the offsets can be read without a synchronisation."""
-        return self.offsets.device.type == "cpu" and not unseen(self.offsets)
-
-    def check_starts(self, name: str) -> None:
-        """Refuse offsets that decrease or do not begin with 0; unchecked on a GPU, to avoid a synchronisation."""
-        if self.is_at_hand and (int(self.offsets[0]) != 0 or bool((self.offsets.diff() < 0).any())):
-            raise InputError(f"Expected {name} to begin with 0 and never decrease, got {self.offsets.tolist()}.")
-
-    def check_end(self, name: str, row: Tensor) -> None:
-        """Refuse offsets that do not end with the number of tokens of a row (1, heads, total, width)."""
-        total = row.shape[-2]
-        if self.is_at_hand and int(self.offsets[-1]) != total:
-            raise ShapeError(
-                f"Expected the last offset to equal the {name}'s {total} tokens, got {int(self.offsets[-1])}."
-            )
-
     def sequence_of(self, tokens: int) -> Tensor:
         """Return the index of the sequence of each token."""
         every = torch.arange(self.count, device=self.offsets.device)
-        return every.repeat_interleave(self.sizes, output_size=tokens)
+        return every.repeat_interleave(self.offsets.diff(), output_size=tokens)
 
     def equals(self, other: "Layout") -> bool:
         """Return True if both have equal offsets; False if a graph or transform hides their values."""
-        if self is other or self.offsets is other.offsets:
+        if self.offsets is other.offsets or (self.symbol is not None and self.symbol == other.symbol):
             return True
         return not unseen(self.offsets) and torch.equal(self.offsets, other.offsets)
 
@@ -92,16 +67,6 @@ class Sequences:
 
     tokens: Tensor
     layout: Layout
-
-    def shared_by(self, name: str, count: int) -> "Sequences":
-        """Return `count` sequences; a single one is repeated."""
-        if self.layout.count not in (1, count):
-            found = self.layout.count
-            raise ShapeError(f"Expected {count} sequences in {name}, like the other tensors, got {found}.")
-        if self.layout.count == count:
-            return self
-        length = self.tokens.shape[-2]
-        return Sequences(self.tokens.repeat(1, 1, count, 1), Layout.even(count, length, self.tokens.device))
 
 
 def as_one_row(tokens: Tensor) -> Tensor:
@@ -139,18 +104,11 @@ class Ragged:
 
     def as_masked(self) -> Call:
         """Return one attention over all tokens with a mask, for a graph, where lengths are unknown."""
-        positions, limits = self._positions(), self.row.visibility
-        (own, at, q_len, kv_len), (theirs, key_at, *_) = positions
-        at = at + (kv_len - q_len) if limits.from_the_end else at
-        ahead = key_at - at.unsqueeze(-1)
-        shown = own.unsqueeze(-1) == theirs
-        shown = shown if limits.last is None else shown & (ahead <= limits.last)
-        shown = shown if limits.first is None else shown & (ahead >= limits.first)
+        query, key = self.row.query, self.row.key
+        first, stop = visible_range(self.rows, self.keys, self.row.visibility, query.shape[-2])
+        at = torch.arange(key.shape[-2], device=key.device)
+        shown = (at >= first.unsqueeze(-1)) & (at < stop.unsqueeze(-1))
         return replace(self.row, visibility=Visibility(mask=shown[None, None]))
-
-    def _positions(self) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
-        rows = positions_in(self.rows, self.keys, self.row.query.shape[-2])
-        return rows, rows if self.rows is self.keys else positions_in(self.keys, self.rows, self.row.key.shape[-2])
 
     def as_documents(self) -> Call | None:
         """Return one attention with every sequence as a document; None if position limits differ by sequence."""
@@ -166,32 +124,18 @@ class Ragged:
         return replace(self.row, visibility=Visibility(last, first, documents=(own, theirs)))
 
 
-def positions_in(layout: Layout, other: Layout, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each token its sequence, its position in it, and the lengths of that sequence in both layouts."""
-    sequence = layout.sequence_of(tokens)
-    at = torch.arange(tokens, device=sequence.device) - layout.offsets[sequence]
-    return sequence, at, layout.sizes[sequence], other.sizes[sequence]
+def visible_range(rows: Layout, keys: Layout, seen: Visibility, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return for each row the position of its first visible key, and of the first key behind the last one."""
+    sequence = rows.sequence_of(tokens)
+    start, end = keys.offsets[sequence], keys.offsets[sequence + 1]
+    own_start, own_end = rows.offsets[sequence], rows.offsets[sequence + 1]
+    at = torch.arange(tokens, device=sequence.device) + (end - own_end if seen.from_the_end else start - own_start)
+    first = start if seen.first is None else (at + seen.first).clamp(start, end)
+    stop = end if seen.last is None else (at + seen.last + 1).clamp(start, end)
+    return first, torch.maximum(first, stop)
 
 
-def visible_keys(rows: Layout, keys: Layout, seen: Visibility, tokens: int) -> Tensor:
-    """Return the number of visible keys of each row, (tokens,)."""
-    _, at, q_len, kv_len = positions_in(rows, keys, tokens)
-    at = at + (kv_len - q_len) if seen.from_the_end else at
-    after = kv_len if seen.last is None else torch.minimum((at + seen.last + 1).clamp(min=0), kv_len)
-    before = 0 if seen.first is None else torch.minimum((at + seen.first).clamp(min=0), kv_len)
-    return (after - before).clamp(min=0)
-
-
-def aligned(query: Sequences, key: Sequences, value: Sequences) -> tuple[Sequences, Sequences, Sequences]:
-    """Return equally many sequences of each, repeating a single one; refuse keys and values of different lengths."""
-    count = max(each.layout.count for each in (query, key, value))
-    query, key, value = query.shared_by("query", count), key.shared_by("key", count), value.shared_by("value", count)
-    if not unseen(key.layout.offsets) and not key.layout.equals(value.layout):
-        raise ShapeError("Expected one value per key in every sequence, got key and value of different lengths.")
-    return query, key, value
-
-
-def scaled_sequences(
+def ragged_call(
     query: Sequences,
     key: Sequences,
     value: Sequences,
@@ -202,70 +146,53 @@ def scaled_sequences(
     dropout_p: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Ragged:
-    """Return an attention over aligned sequences with a numeric scale; rules use the key count of each sequence."""
+    """Return an attention over equally many sequences of each; rules use the number of keys of each sequence."""
+    check_inputs(query.tokens, key.tokens, value.tokens, None, False, enable_gqa, softcap, dropout_p)
     check_sinks(sinks, query.tokens)
-    tokens = query.tokens.shape[-2]
-    scaled_query, scaled_key, factor = apply_scale_to_sequences(
-        scale,
-        query.tokens,
-        key.tokens,
-        (query.layout.offsets, key.layout.offsets),
-        lambda: (query.layout.lengths, key.layout.lengths),
-        lambda: query.layout.sequence_of(tokens),
-        lambda: visible_keys(query.layout, key.layout, visibility, tokens),
-    )
-    scaled_query, factor = above_zero(scaled_query, factor, visibility)
-    folded = fold(scaled_query, scaled_key, value.tokens, EVERYTHING, enable_gqa)[:3]
-    return Ragged(Call(*folded, visibility, dropout_p, factor, softcap, sinks), query.layout, key.layout)
+    rows, keys = query.layout, key.layout
+
+    def counts() -> Tensor:
+        first, stop = visible_range(rows, keys, visibility, query.tokens.shape[-2])
+        return stop - first
+
+    if isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[0] > 1 and scale.shape[2] == 1:
+        scale = scale[rows.sequence_of(query.tokens.shape[-2]), :, 0].transpose(0, 1).unsqueeze(0)
+    if can_scale_as_one_row(scale):
+        scaled = apply_scale(scale, query.tokens, key.tokens, counts)
+    else:
+        scaled = apply_scale_to_sequences(scale, query.tokens, key.tokens, rows.lengths, keys.lengths, counts)
+    call = folded_call(scaled, value.tokens, visibility, enable_gqa, softcap, dropout_p, sinks)
+    return Ragged(call, rows, keys)
 
 
-def packed_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Layout,
-    keys: Layout,
-    visibility: Visibility,
-    scale: Scale,
-    enable_gqa: bool,
-    softcap: float | None,
-    dropout_p: float,
-    sinks: Tensor | None = None,
-) -> Ragged:
+def packed_call(query: Tensor, key: Tensor, value: Tensor, starts: Starts, *options: Any) -> Ragged:
     """Return an attention over packed tokens (total, heads, width), the layout of flash-attn."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() != 3:
             found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) and not tensor.is_nested else "another"
             raise ShapeError(f"Expected {name} as packed tokens (total, heads, head_dim), got {found}.")
-    tensors = [as_one_row(tensor) for tensor in (query, key, value)]
-    check_inputs(tensors[0], tensors[1], tensors[2], None, False, enable_gqa, softcap, dropout_p)
-    if rows.count != keys.count:
-        raise ShapeError(f"Expected equally many key and query sequences, got {keys.count} and {rows.count}.")
-    rows.check_end("query", tensors[0])
-    keys.check_end("key", tensors[1])
-    own, theirs, values = map(Sequences, tensors, (rows, keys, keys))
-    return scaled_sequences(own, theirs, values, visibility, scale, enable_gqa, softcap, dropout_p, sinks)
+    rows, keys = _layouts(query, key, starts)
+    row, row_keys, row_values = map(as_one_row, (query, key, value))
+    return ragged_call(Sequences(row, rows), Sequences(row_keys, keys), Sequences(row_values, keys), *options)
 
 
-def layouts(
-    query: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    document_ids: Tensor | None,
-) -> tuple[Layout, Layout]:
-    """Return the layouts of queries and keys; they are equal if cu_seqlens_k is None."""
+def _layouts(query: Tensor, key: Tensor, starts: Starts) -> tuple[Layout, Layout]:
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids = starts
     if (cu_seqlens_q is None) == (document_ids is None):
         raise InputError("Expected either cu_seqlens_q or document_ids to define the sequences, got both or none.")
     if document_ids is not None:
-        rows = _of_documents(query, document_ids)
-        return rows, rows
-    assert cu_seqlens_q is not None
-    rows = _checked("cu_seqlens_q", cu_seqlens_q, query, max_seqlen_q)
-    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
-        return rows, rows
-    return rows, _checked("cu_seqlens_k", cu_seqlens_k, query, max_seqlen_k)
+        rows = keys = _of_documents(query, document_ids)
+    elif cu_seqlens_q is not None:
+        rows = keys = _of_starts("cu_seqlens_q", cu_seqlens_q, query, max_seqlen_q)
+        if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens_q:
+            keys = _of_starts("cu_seqlens_k", cu_seqlens_k, key, max_seqlen_k)
+    if rows.count != keys.count:
+        raise ShapeError(f"Expected equally many key and query sequences, got {keys.count} and {rows.count}.")
+    for name, layout, tokens in (("query", rows, query), ("key", keys, key)):
+        if _is_readable(layout.offsets) and int(layout.offsets[-1]) != len(tokens):
+            found = int(layout.offsets[-1])
+            raise ShapeError(f"Expected the last offset to equal the {name}'s {len(tokens)} tokens, got {found}.")
+    return rows, keys
 
 
 def window_of(window_size: Window, is_causal: bool) -> Visibility:
@@ -277,16 +204,22 @@ def window_of(window_size: Window, is_causal: bool) -> Visibility:
     return Visibility(last, None if left < 0 else -left, from_the_end=True)
 
 
-def _checked(name: str, starts: Tensor, query: Tensor, longest: int | None) -> Layout:
+def _is_readable(offsets: Tensor) -> bool:
+    """Return True if offsets can be checked; those on a GPU are not, which would synchronise."""
+    return offsets.device.type == "cpu" and not unseen(offsets)
+
+
+def _of_starts(name: str, starts: Tensor, tokens: Tensor, longest: int | None) -> Layout:
     if starts.dim() != 1 or starts.shape[0] == 0 or starts.is_floating_point() or starts.dtype == torch.bool:
         raise DtypeError(
             f"Expected {name} as whole numbers (sequences + 1,), got {starts.dtype} of shape {tuple(starts.shape)}."
         )
-    if starts.device != query.device:
-        raise DeviceError(f"Expected {name} on the query's device, {query.device}, got {starts.device}.")
-    layout = Layout(starts if starts.dtype in (torch.int32, torch.int64) else starts.long(), longest)
-    layout.check_starts(name)
-    return layout
+    if starts.device != tokens.device:
+        raise DeviceError(f"Expected {name} on the query's device, {tokens.device}, got {starts.device}.")
+    starts = starts if starts.dtype in (torch.int32, torch.int64) else starts.long()
+    if _is_readable(starts) and (int(starts[0]) != 0 or bool((starts.diff() < 0).any())):
+        raise InputError(f"Expected {name} to begin with 0 and never decrease, got {starts.tolist()}.")
+    return Layout(starts, longest)
 
 
 def _of_documents(query: Tensor, document_ids: Tensor) -> Layout:

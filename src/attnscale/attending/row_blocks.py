@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from attnscale.attending.call import Call
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.torch_internals import in_transform, sizes_vary
-from attnscale.visibility import Visibility
 
 BLOCK_ROWS = 256  # rows per block: enough for efficient products
 BLOCK_SCORES = 2**22  # largest number of scores per block: 16 MB of float32
@@ -22,54 +22,36 @@ LEAST_ROWS = 16  # smallest number of rows per block, even if it exceeds BLOCK_S
 def attend(call: Call) -> Tensor:
     """Return softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V; the backward pass recomputes each block."""
     wide = wide_dtype(call.query)
-    query, key, value = (tensor.to(wide) for tensor in (call.query, call.key, call.value))
-    output = [query.new_empty(*query.shape[:2], 0, value.shape[-1])]
-    for rows, keys in blocks(call):
-        attend_rows = partial(_attend_rows, call=call, rows=rows, keys=keys)
-        tensors = (query[:, :, rows], key[:, :, keys], value[:, :, keys], call.visibility.mask, call.sinks)
-        output.append(_recomputed(attend_rows, *tensors) if _recomputes() else attend_rows(*tensors))
+    query = call.query.to(wide)
+    call = replace(call, key=call.key.to(wide), value=call.value.to(wide))
+    scores_per_row = max(1, math.prod(query.shape[:-2]) * call.key.shape[-2])
+    # Checkpoints do not work under torch.func.
+    recomputes = torch.is_grad_enabled() and (torch.compiler.is_compiling() or not in_transform())
+    output = []
+    for rows, keys in blocks(call, min(BLOCK_ROWS, max(LEAST_ROWS, BLOCK_SCORES // scores_per_row))):
+        attend_rows = partial(_attend_rows, call, rows, keys)
+        own = query[:, :, rows]
+        output.append(checkpoint(attend_rows, own, use_reentrant=False) if recomputes else attend_rows(own))
     return torch.cat(output, dim=-2).to(call.query.dtype)
 
 
-def blocks(call: Call) -> Iterator[tuple[slice, slice]]:
+def blocks(call: Call, block_rows: int) -> Iterator[tuple[slice, slice]]:
     """Yield blocks of rows with the keys that any of them may see; one block in a graph with symbolic lengths."""
     q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
     if sizes_vary(q_len, kv_len):  # a loop would make the length constant
         yield slice(0, q_len), slice(0, kv_len)
         return
-    block_rows = min(BLOCK_ROWS, max(LEAST_ROWS, BLOCK_SCORES // max(1, math.prod(call.query.shape[:-2]) * kv_len)))
-    for first in range(0, q_len, block_rows):
+    for first in range(0, max(q_len, 1), block_rows):
         rows = slice(first, min(first + block_rows, q_len))
         yield rows, call.visibility.span(rows.start, rows.stop - 1, kv_len)
 
 
-def _attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    *,
-    call: Call,
-    rows: slice,
-    keys: slice,
-) -> Tensor:
-    seen = call.visibility
-    bias = Visibility(seen.last, seen.first, attn_mask, seen.documents).added(rows, keys, query)
-    weights = row_weights(query, key, bias, call.scale, call.softcap, sinks)
+def _attend_rows(call: Call, rows: slice, keys: slice, query: Tensor) -> Tensor:
+    bias = call.visibility.added(rows, keys, query)
+    weights = row_weights(query, call.key[:, :, keys], bias, call.scale, call.softcap, call.sinks)
     if call.dropout_p > 0.0:
         weights = F.dropout(weights, call.dropout_p)
-    return grouped_matmul(weights, value)
-
-
-_recomputed = partial(checkpoint, use_reentrant=False)
-
-
-def _recomputes() -> bool:
-    """Return True if gradients are enabled and checkpointing works, which it does not under torch.func."""
-    if not torch.is_grad_enabled():
-        return False
-    return torch.compiler.is_compiling() or not in_transform()
+    return grouped_matmul(weights, call.value[:, :, keys])
 
 
 def weights_of(call: Call) -> Tensor:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnscale.attending.call import Call, padded
-from attnscale.attending.row_blocks import row_weights
+from attnscale.attending.call import WIDEST_HEAD, Call, aligned_width, padded
+from attnscale.attending.row_blocks import blocks, row_weights
 from attnscale.numerics import HALF_DTYPES, KERNEL_DTYPES, WIDE_DTYPES
 from attnscale.torch_internals import (
     constant_in_graphs,
@@ -28,8 +28,6 @@ from attnscale.torch_internals import (
 from attnscale.visibility import Visibility
 
 MASK_ROWS = 512
-CUDA_ALIGNMENT = 8  # CUDA kernels require head dimensions that are multiples of this
-CUDA_GROUPED_WIDTH = 256  # largest head dimension for flash attention and for grouped queries
 SDPA = F.scaled_dot_product_attention  # original function; watching() replaces the one in torch.nn.functional
 FLASH_CAPABILITY = 8  # flash attention needs a GPU of this generation
 
@@ -41,30 +39,24 @@ def materialises(call: Call) -> bool:
     return call.query.device.type == "cuda" and call.query.dtype == torch.float64
 
 
-def takes_whole(call: Call) -> bool:
-    """Return True if SDPA can run all rows at once: no mask must be built, and no long boolean mask is converted."""
+def attend(call: Call) -> Tensor:
+    """Run SDPA with arguments that keep its kernels fused and its memory linear."""
+    if _takes_whole(call):
+        return _attend(call)
+    outputs = [_attend(_rows(call, rows, keys)) for rows, keys in blocks(call, MASK_ROWS)]
+    return torch.cat(outputs, dim=-2)
+
+
+def _takes_whole(call: Call) -> bool:
+    """Return True if no mask must be built, and torch copies no long boolean mask to floats."""
     seen, mask = call.visibility, call.visibility.mask
     if seen.is_plain or mask is None or mask.dtype != torch.bool:
         return seen.is_plain or seen.is_mask
     return seen.is_mask and (mask.shape[-2] <= MASK_ROWS or sizes_vary(mask.shape[-2]))
 
 
-def attend(call: Call) -> Tensor:
-    """Run SDPA with arguments that keep its kernels fused and its memory linear."""
-    if takes_whole(call):
-        return _attend(call)
-    # Torch copies a boolean mask to floats; one block of rows at a time keeps that copy small.
-    q_len = call.query.shape[-2]
-    if sizes_vary(q_len):  # a loop would make the length constant
-        return _attend(_rows(call, slice(0, q_len)))
-    starts = range(0, max(q_len, 1), MASK_ROWS)
-    return torch.cat([_attend(_rows(call, slice(start, min(start + MASK_ROWS, q_len)))) for start in starts], dim=-2)
-
-
-def _rows(call: Call, rows: slice) -> Call:
-    """Return the call for a block of rows, with the range of keys that they may see and a mask over it."""
+def _rows(call: Call, rows: slice, keys: slice) -> Call:
     seen = call.visibility
-    keys = seen.span(rows.start, rows.stop - 1, call.key.shape[-2])
     query, key, value = call.query[..., rows, :], call.key[..., keys, :], call.value[..., keys, :]
     mask = seen.shown(rows, keys, query.device) if seen.bias is None else seen.added(rows, keys, query)
     return replace(call, query=query, key=key, value=value, visibility=Visibility(mask=mask))
@@ -76,12 +68,16 @@ def _attend(call: Call) -> Tensor:
     if grouped and not _takes_groups(query):
         key, value = (tensor.repeat_interleave(call.group, dim=1) for tensor in (key, value))
         grouped = False
-    head_dim, value_dim = _widths(query, value)
+    head_dim, value_dim = aligned_width(query), aligned_width(value)
+    if query.device.type == "cpu":  # its kernel needs equal head dimensions
+        head_dim = value_dim = max(head_dim, value_dim)
+    bias = call.visibility.bias  # of float64 for float64 queries: the CPU kernel misreads a float32 mask
+    mask = call.visibility.mask if bias is None or query.dtype != torch.float64 else bias.double()
     output = F.scaled_dot_product_attention(
         padded(query, head_dim),
         padded(key, head_dim),
         padded(value, value_dim),
-        _mask(call),
+        mask,
         call.dropout_p,
         call.visibility.is_causal,
         scale=call.scale,
@@ -90,28 +86,9 @@ def _attend(call: Call) -> Tensor:
     return output[..., : value.shape[-1]]
 
 
-def _mask(call: Call) -> Tensor | None:
-    """Return the mask, converted to float64 for float64 queries: the CPU kernel misreads a float32 mask."""
-    bias = call.visibility.bias
-    return call.visibility.mask if bias is None or call.query.dtype != torch.float64 else bias.double()
-
-
 def _takes_groups(query: Tensor) -> bool:
-    narrow = query.shape[-1] <= CUDA_GROUPED_WIDTH
+    narrow = query.shape[-1] <= WIDEST_HEAD
     return query.device.type != "cuda" or (query.dtype in HALF_DTYPES and narrow)
-
-
-def _widths(query: Tensor, value: Tensor) -> tuple[int, int]:
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    if query.device.type == "cpu":  # equal head dimensions
-        return max(head_dim, value_dim), max(head_dim, value_dim)
-    if query.device.type == "cuda":
-        return _aligned(head_dim), _aligned(value_dim)
-    return head_dim, value_dim
-
-
-def _aligned(width: int) -> int:
-    return -(-width // CUDA_ALIGNMENT) * CUDA_ALIGNMENT
 
 
 def has_kernels(call: Call) -> bool:
@@ -149,13 +126,15 @@ def differentiates_twice(query: Tensor, key: Tensor, value: Tensor, call: Call) 
 
 
 def _backend(call: Call) -> SDPBackend | None:
-    flash, efficient = _enabled()
+    flash, efficient = enabled_kernels()
     kind, dtype, seen = call.query.device.type, call.query.dtype, call.visibility
     if kind == "cpu":
-        is_taken = flash and dtype in (*HALF_DTYPES, *WIDE_DTYPES)
-        return SDPBackend.FLASH_ATTENTION if is_taken and (seen.is_plain or _is_float_mask(call)) else None
+        mask = seen.mask
+        takes_mask = mask is not None and mask.dtype in (torch.bool, dtype) and seen.is_mask and not call.mask_learns
+        is_taken = flash and dtype in (*HALF_DTYPES, *WIDE_DTYPES) and (seen.is_plain or takes_mask)
+        return SDPBackend.FLASH_ATTENTION if is_taken else None
     width = max(call.query.shape[-1], call.value.shape[-1])
-    if kind != "cuda" or dtype not in KERNEL_DTYPES or width > CUDA_GROUPED_WIDTH or not seen.is_plain:
+    if kind != "cuda" or dtype not in KERNEL_DTYPES or width > WIDEST_HEAD or not seen.is_plain:
         return None
     is_square = seen.is_full or call.query.shape[-2] == call.key.shape[-2]  # flash aligns causal masks to the last key
     if flash and dtype in HALF_DTYPES and is_square and torch.cuda.get_device_capability()[0] >= FLASH_CAPABILITY:
@@ -163,22 +142,15 @@ def _backend(call: Call) -> SDPBackend | None:
     return SDPBackend.EFFICIENT_ATTENTION if efficient else None
 
 
-def _is_float_mask(call: Call) -> bool:
-    mask = call.visibility.mask
-    is_alone = call.visibility.is_mask and not call.mask_learns
-    return is_alone and mask is not None and mask.dtype in (torch.bool, call.query.dtype)
-
-
 @constant_in_graphs
-def _enabled() -> tuple[bool, bool]:
+def enabled_kernels() -> tuple[bool, bool]:
     """Return True for each enabled kernel, flash and memory-efficient: users disable both for second derivatives."""
     return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 def attend_by_kernels(call: Call) -> Tensor:
     """Return the output, (batch, heads, q_len, value_dim), with gradients for query, key, value and sinks."""
-    width = max(call.query.shape[-1], call.value.shape[-1])
-    width = -(-width // CUDA_ALIGNMENT) * CUDA_ALIGNMENT if call.query.is_cuda else width
+    width = max(aligned_width(call.query), aligned_width(call.value))
     key, value = (x.repeat_interleave(call.group, dim=1) if call.grouped else x for x in (call.key, call.value))
     query, key, value = (_in_rows(padded(x, width)) for x in (call.query, key, value))
     mask = call.visibility.mask

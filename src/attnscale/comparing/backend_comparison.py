@@ -30,8 +30,8 @@ class BackendLayer:
     softcap: float | None
     keys: float  # mean number of visible keys per query
     sinks: float | None  # largest sink score; None without sinks
-    input_change: float
-    output_change: float
+    input_change: float = 0.0
+    output_change: float = 0.0
     differences: tuple[BackendDifference, ...] = ()
 
     @property

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.comparing.backend_comparison import BackendComparison, BackendDifference, BackendLayer
+from attnscale.comparing.comparison import and_more
 from attnscale.comparing.visible import VisibleKeys, differences
 from attnscale.declared import Authority
 from attnscale.diagnose.auditing import tensors_in
@@ -27,7 +28,7 @@ from attnscale.watching.layer import Layer
 from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
-Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+Recorded: TypeAlias = dict[str, list[tuple[Tensor | None, Tensor | None]]]
 NAMES = {"flex": "flex_attention", "flash": "flash_attention_2"}  # names in transformers
 SAME_SCALE = 0.02  # relative tolerance; the scale is fitted to scores in half precision
 # Tolerance relative to the norm of an output. Kernels differ in their order of summation: on small models the outputs
@@ -41,7 +42,7 @@ class _Run:
 
     backend: str
     layers: Mapping[str, Layer]
-    tensors: Mapping[str, list[tuple[Tensor | None, Tensor | None]]]
+    tensors: Recorded
 
     def tensors_of(self, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
         """Return the input and the output of the layer's module; if the module runs repeatedly, those of this run."""
@@ -61,15 +62,6 @@ def compare_backends(
     of transformers are accepted too. `unavailable` lists the backends that cannot run, with the reason. `rows` is the
     number of sampled rows per head (None: all).
     """
-    if isinstance(backends, str):
-        raise SettingError(f'Expected several backends, as in ("eager", "sdpa"), got {backends!r}.')
-    return compared_backends(model, *_inputs_of(batch), tuple(backends), rows)
-
-
-def compared_backends(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], backends: tuple[str, ...], rows: int | None
-) -> BackendComparison:
-    """Compare the backends of model(*args, **kwargs)."""
     names = require_backends(backends)
     if not isinstance(model, nn.Module) or not hasattr(model, "set_attn_implementation"):
         raise SettingError(
@@ -82,7 +74,7 @@ def compared_backends(
         for name in names:
             try:
                 # copy the inputs, because a cache in them grows in each run
-                ran.append(_run(model, name, copy.deepcopy((args, dict(kwargs))), rows))
+                ran.append(_run(model, name, copy.deepcopy(batch), rows))
             except Exception as error:  # a backend that is missing or not supported may raise anything
                 unavailable[name] = _reason(error)
     found = [row for name in (ran[0].layers if ran else ()) for row in _compared(name, ran)]
@@ -91,16 +83,12 @@ def compared_backends(
 
 def require_backends(backends: Sequence[str]) -> tuple[str, ...]:
     """Return the backends without duplicates; raise an error for fewer than two."""
+    if isinstance(backends, str):
+        raise SettingError(f'Expected several backends, as in ("eager", "sdpa"), got {backends!r}.')
     names = tuple(dict.fromkeys(backends))
     if len(names) < 2:
         raise SettingError(f"Expected two backends or more, as in eager,sdpa, got {', '.join(names) or 'none'}.")
     return names
-
-
-def _inputs_of(batch: Any) -> Inputs:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 @contextmanager
@@ -122,21 +110,23 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
                 config._attn_implementation = implementation
 
 
-def _run(model: Any, name: str, inputs: Inputs, rows: int | None) -> _Run:
+def _run(model: Any, name: str, batch: Any, rows: int | None) -> _Run:
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+    args = args if isinstance(args, tuple | list) else (args,)
     with quiet(), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # from the model's own code; users see them outside a comparison
         model.set_attn_implementation(NAMES.get(name, name))
         with _recorded(model) as tensors, watched(model, Settings(rows, keep=True, may_be_empty=True)) as seen:
-            model(*inputs[0], **inputs[1])
+            model(*args, **kwargs)
     if not seen.layers:
         raise ModelError("no attention could be read from its run")
     return _Run(name, seen.layers, tensors)
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor | None, Tensor | None]]]]:
+def _recorded(model: nn.Module) -> Iterator[Recorded]:
     """Record the first input and the first output of every module with "att" in its name or class."""
-    found: dict[str, list[tuple[Tensor | None, Tensor | None]]] = {}
+    found: Recorded = {}
     handles = []
     for path, module in modules_by_path(model).items():
         if "att" not in f"{path.rpartition('.')[2]} {type(module).__name__}".lower():
@@ -161,42 +151,30 @@ def _first_tensor(value: Any) -> Tensor | None:
 
 def _compared(name: str, ran: Sequence[_Run]) -> Iterator[BackendLayer]:
     """Yield the layer of each run, with its differences from the first run."""
-    first = ran[0]
-    one = first.layers[name]
+    first, one = ran[0], ran[0].layers[name]
     visible = VisibleKeys.of(one)
-    yield _row(one, first.backend, 0.0, 0.0, (), visible)
+    yield _row(first.backend, one, visible)
     for run in ran[1:]:
         if name not in run.layers:
             continue
         other = run.layers[name]
+        keys = VisibleKeys.of(other)
         inputs, outputs = (
             _change(*pair, one, other) for pair in zip(first.tensors_of(one), run.tensors_of(other), strict=True)
         )
-        keys = VisibleKeys.of(other)
-        found = [
-            *_scale_difference(one, other, first.backend),
-            *_softcap_difference(one, other, first.backend),
-            *_key_differences(visible, keys, first.backend),
-            *_sink_difference(one, other, first.backend),
-        ]
+        found = list(_score_differences(one, other, first.backend))
+        if visible is not None and keys is not None:
+            found += [BackendDifference("visible keys", each) for each in differences(visible, keys, first.backend)]
         same = SAME_HALF_OUTPUT if one.dtype in HALF_DTYPES else SAME_OUTPUT
         if not found and not inputs > same and not outputs <= same and not math.isnan(outputs):
             found.append(BackendDifference("output", _output_message(outputs)))
-        yield _row(other, run.backend, inputs, outputs, tuple(found), keys)
+        yield _row(run.backend, other, keys, inputs, outputs, tuple(found))
 
 
-def _row(
-    layer: Layer,
-    backend: str,
-    inputs: float,
-    outputs: float,
-    found: tuple[BackendDifference, ...],
-    visible: VisibleKeys | None,
-) -> BackendLayer:
+def _row(backend: str, layer: Layer, visible: VisibleKeys | None, *changes: Any) -> BackendLayer:
     sinks = None if layer.sinks is None else float(layer.sinks.max())
     keys = float(layer.stats.keys.double().nanmean()) if visible is None else visible.mean
-    numbers = layer.scale_applied, layer.softcap, keys
-    return BackendLayer(layer.name, backend, layer.kind, *numbers, sinks, inputs, outputs, found)
+    return BackendLayer(layer.name, backend, layer.kind, layer.scale_applied, layer.softcap, keys, sinks, *changes)
 
 
 def _output_message(change: float) -> str:
@@ -220,47 +198,36 @@ def _change(one: Tensor | None, other: Tensor | None, first: Layer, second: Laye
     return float((other - one).norm() / one.norm().clamp(min=1e-300))
 
 
-def _scale_difference(one: Layer, other: Layer, name: str) -> Iterator[BackendDifference]:
+def _score_differences(one: Layer, other: Layer, name: str) -> Iterator[BackendDifference]:
+    """Yield how the scores of `other` differ from those of `one`, the run of backend `name`."""
     here, there = other.scales.double().cpu(), one.scales.double().cpu()
     finite = here.isfinite() & there.isfinite() if here.shape == there.shape else torch.zeros(1, dtype=torch.bool)
-    if not finite.any() or torch.allclose(here[finite], there[finite], rtol=SAME_SCALE, atol=0):
-        return
+    if finite.any() and not torch.allclose(here[finite], there[finite], rtol=SAME_SCALE, atol=0):
+        yield BackendDifference("scale", _scale_message(one, other, name))
+    caps = [math.inf if layer.softcap is None else layer.softcap for layer in (other, one)]
+    if not math.isclose(*caps, rel_tol=SAME_SCALE):
+        ours, theirs = ("no soft-cap" if math.isinf(cap) else f"a soft-cap of {cap:g}" for cap in caps)
+        yield BackendDifference("soft-cap", f"it applies {ours}, {name} applies {theirs}")
+    sinks = [layer.sinks for layer in (other, one) if layer.sinks is not None]
+    if len(sinks) == 1:
+        ours, theirs = ("a sink", "no sink") if one.sinks is None else ("no sink", "a sink")
+        yield BackendDifference("sinks", f"it has {ours} beside the keys, {name} has {theirs}")
+    elif sinks:
+        own, first = (each.double().cpu() for each in sinks)
+        if not torch.allclose(own, first, rtol=SAME_SCALE, atol=SAME_SCALE):
+            yield BackendDifference("sinks", f"its sinks have other scores than those of {name}")
+
+
+def _scale_message(one: Layer, other: Layer, name: str) -> str:
     message = f"it multiplies q·k by {readable(other.scale_applied, 4)}, {name} by {readable(one.scale_applied, 4)}"
-    declaration = one.declared
-    if declaration.scale is not None and declaration.scale_authority is Authority.CONFIGURED:
-        right, wrong = (
-            math.isclose(layer.scale_applied, declaration.scale, rel_tol=SAME_SCALE) for layer in (one, other)
-        )
-        if right != wrong:
-            message += f", and {declaration.scale_source} asks for {readable(declaration.scale, 4)}: "
-            message += "it ignores the scale" if right else f"{name} ignores the scale"
-    yield BackendDifference("scale", message)
-
-
-def _softcap_difference(one: Layer, other: Layer, name: str) -> Iterator[BackendDifference]:
-    ours, theirs = other.softcap, one.softcap
-    if ours is not None and theirs is not None and math.isclose(ours, theirs, rel_tol=SAME_SCALE):
-        return
-    if ours is not None or theirs is not None:
-        here, there = ("no soft-cap" if cap is None else f"a soft-cap of {cap:g}" for cap in (ours, theirs))
-        yield BackendDifference("soft-cap", f"it applies {here}, {name} applies {there}")
-
-
-def _key_differences(one: VisibleKeys | None, other: VisibleKeys | None, name: str) -> Iterator[BackendDifference]:
-    if one is not None and other is not None:
-        for sentence in differences(one, other, name):
-            yield BackendDifference("visible keys", sentence)
-
-
-def _sink_difference(one: Layer, other: Layer, name: str) -> Iterator[BackendDifference]:
-    ours, theirs = other.sinks, one.sinks
-    if ours is None and theirs is None:
-        return
-    if ours is None or theirs is None:
-        here, there = ("no sink" if sinks is None else "a sink" for sinks in (ours, theirs))
-        yield BackendDifference("sinks", f"it has {here} beside the keys, {name} has {there}")
-    elif not torch.allclose(ours.double().cpu(), theirs.double().cpu(), rtol=SAME_SCALE, atol=SAME_SCALE):
-        yield BackendDifference("sinks", f"its sinks have other scores than those of {name}")
+    declared = one.declared
+    if declared.scale is None or declared.scale_authority is not Authority.CONFIGURED:
+        return message
+    right, wrong = (math.isclose(each.scale_applied, declared.scale, rel_tol=SAME_SCALE) for each in (one, other))
+    if right == wrong:
+        return message
+    culprit = "it ignores the scale" if right else f"{name} ignores the scale"
+    return f"{message}, and {declared.scale_source} asks for {readable(declared.scale, 4)}: {culprit}"
 
 
 def _notes(ran: Sequence[_Run]) -> Iterator[str]:
@@ -268,8 +235,7 @@ def _notes(ran: Sequence[_Run]) -> Iterator[str]:
         for one, other in ((ran[0], run), (run, ran[0])):
             alone = [name for name in one.layers if name not in other.layers]
             if alone:
-                more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
-                yield f"{one.backend} ran the layer {alone[0]}{more}, and {other.backend} did not: not compared."
+                yield f"{one.backend} ran the layer {and_more(alone)}, and {other.backend} did not: not compared."
         unread = [name for name, layer in run.layers.items() if layer.reading.unread]
         if unread:
             yield f"The scale of {', '.join(unread)} could not be read under {run.backend}."

@@ -210,11 +210,15 @@ def _notes(before: Profile, after: Profile, both: list[str], alike: list[str], p
     for one, other in ((before, after), (after, before)):
         alone = [name for name in one.layers if name not in other.layers]
         if alone:
-            more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
-            yield f"Only {one.title} has the layer {alone[0]}{more}, which is not compared."
+            yield f"Only {one.title} has the layer {and_more(alone)}, which is not compared."
     for name in both:
         if name not in alike:
             heads = f"{before.layers[name].heads} and {after.layers[name].heads} heads"
             yield f"The layer {name} has {heads}, and is not compared."
     if both and not paired:
         yield UNPAIRED
+
+
+def and_more(names: list[str]) -> str:
+    """Return the first name, and the number of others."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

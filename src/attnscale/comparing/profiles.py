@@ -135,28 +135,15 @@ def is_saved(path: Path) -> bool:
 
 
 def _to_dict(profile: Profile) -> dict[str, Any]:
-    layers = {
-        name: {
-            "weights": layer.weights,
-            "visible": layer.visible,
-            "samples": {
-                statistic: [[rounded(each, DIGITS) for each in row] for row in numbers]
-                for statistic, numbers in layer.samples.items()
-            },
+    layers = {}
+    for name, layer in profile.layers.items():
+        rows = {
+            each: [[rounded(value, DIGITS) for value in row] for row in layer.samples[each]] for each in layer.samples
         }
-        for name, layer in profile.layers.items()
-    }
+        layers[name] = vars(layer) | {"samples": rows}
+    findings = [finding.to_dict() for finding in profile.findings]
     found: dict[str, Any] = plain(
-        {
-            "kind": KIND,
-            "version": VERSION,
-            "title": profile.title,
-            "fed": profile.fed,
-            "inputs": profile.inputs,
-            "notes": list(profile.notes),
-            "findings": [finding.to_dict() for finding in profile.findings],
-            "layers": layers,
-        }
+        {"kind": KIND, "version": VERSION} | vars(profile) | {"findings": findings, "layers": layers}
     )
     return found
 

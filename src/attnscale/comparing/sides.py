@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from attnscale.comparing.backend_comparison import BackendComparison
-from attnscale.comparing.backends import compared_backends, require_backends
+from attnscale.comparing.backends import compare_backends, require_backends
 from attnscale.comparing.comparison import TOLERANCE, Comparison, compare_profiles, require_tolerance
 from attnscale.comparing.profiles import (
     COMPARED,
@@ -110,7 +110,7 @@ def backends_by_name(
     with offline():
         loaded = load_model(replace(request, model=None if name == BUNDLED else name))
         request.report("running the model with each backend")
-        found = compared_backends(loaded.model, loaded.args, loaded.kwargs, backends, rows)
+        found = compare_backends(loaded.model, loaded.kwargs or loaded.args, backends, rows=rows)
     return replace(found, title=loaded.title, fed=loaded.input_description, notes=(*loaded.notes, *found.notes))
 
 

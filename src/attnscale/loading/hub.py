@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnscale.errors import ModelError, SettingError
-from attnscale.loading.model_errors import as_model_error
+from attnscale.loading.model_errors import as_model_error, require_package
 from attnscale.loading.request import Request
 
 PART = r"[A-Za-z0-9][\w.-]{0,95}"
@@ -89,12 +89,8 @@ def offline() -> Iterator[None]:
 
 
 def _hub() -> Any:
-    try:
-        return import_module("huggingface_hub")
-    except ImportError:
-        raise ModelError(
-            "Loading a model by name needs the package huggingface_hub: pip install 'attnscale[hf]'."
-        ) from None
+    require_package("huggingface_hub", "Loading a model by name")
+    return import_module("huggingface_hub")
 
 
 def _parsed(spec: str) -> tuple[str, str | None]:

@@ -7,7 +7,6 @@ import weakref
 from contextlib import redirect_stderr
 from copy import deepcopy
 from importlib import import_module
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 
 from attnscale.errors import ModelError
 from attnscale.loading.config import read_config, safe
-from attnscale.loading.model_errors import as_model_error, quiet
+from attnscale.loading.model_errors import as_model_error, quiet, require_package
 from attnscale.loading.request import Request
 from attnscale.loading.weights import has_memory, read_weights, require_memory, weight_files, weights_size
 
@@ -57,8 +56,7 @@ def load_huggingface(config_path: Path, weights_path: Path | None, request: Requ
 def load_gguf(path: Path, request: Request) -> nn.Module:
     """Load the model in a GGUF file, and dequantise its weights."""
     transformers_package()
-    if find_spec("gguf") is None:
-        raise ModelError(f"Reading {path} needs the package gguf: pip install gguf.")
+    require_package("gguf", f"Reading {path}", "gguf")
     reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     require_memory(path.stat().st_size, "cpu")
     with quiet(), as_model_error(f"read {path}"):
@@ -80,10 +78,8 @@ def load_gguf(path: Path, request: Request) -> nn.Module:
 
 def transformers_package() -> Any:
     """Import transformers."""
-    try:
-        return import_module("transformers")
-    except ImportError:
-        raise ModelError("A Hugging Face model needs the package transformers: pip install 'attnscale[hf]'.") from None
+    require_package("transformers", "A Hugging Face model")
+    return import_module("transformers")
 
 
 def _config_of(raw: dict[str, Any], path: Path) -> Any:
@@ -122,11 +118,7 @@ def _size(sketch: Any, config: Any) -> int:
 
 def _load_offloaded(model_class: Any, config: Any, weights: Path) -> nn.Module:
     """Load a model larger than memory: accelerate reads the weights of each module from disk when it runs."""
-    if find_spec("accelerate") is None:
-        raise ModelError(
-            f"{weights} does not fit into memory, and running it from disk needs the package accelerate: "
-            "pip install 'attnscale[hf]'."
-        )
+    require_package("accelerate", f"{weights} does not fit into memory, and running it from disk")
     folder = Path(tempfile.mkdtemp(prefix="attnscale-"))
     try:
         # transformers reads other files of a folder too, so it gets a folder with nothing but the weights.

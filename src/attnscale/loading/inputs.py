@@ -22,6 +22,7 @@ MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input
 VOCABULARIES = ("tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 CHARACTERS_PER_TOKEN = 16  # characters read per requested token
 SEED = 0  # for random tokens
+Encode = Callable[[str], SequenceOf[int]]  # a tokenizer
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,6 @@ class Loaded:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # sentences about assumptions
     unknown_share: float = 0.0  # share of tokens that the model does not know
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """Tokenizer of a model."""
-
-    encode: Callable[[str], list[int]]
-    unknown_id: int | None
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -69,15 +62,16 @@ def with_inputs(
     parts: list[str] = []
     notes, unknown_share = list(assumed), 0.0
     is_pair = hasattr(config, "projection_dim") and {"input_ids", "pixel_values"} <= accepted.keys()  # as CLIP
-    if main == "pixel_values" or is_pair:
-        pixels = kwargs["pixel_values"] = torch.cat([_pictures(config) for _ in range(request.samples)])
-        parts.append(f"a random picture {'×'.join(map(str, pixels.shape[1:]))}")
-    elif main == "input_features":
-        features = kwargs[main] = torch.cat([_features(config, request.length) for _ in range(request.samples)])
-        parts.append(f"random sound features {'×'.join(map(str, features.shape[1:]))}")
-    elif main == "input_values":
-        sound = kwargs[main] = torch.cat([_sound(config) for _ in range(request.samples)])
-        parts.append(f"random sound of {sound.shape[1]} samples")
+    makers = {
+        "pixel_values": (_pictures, "a random picture {}"),
+        "input_features": (_features, "random sound features {}"),
+        "input_values": (_sound, "random sound of {} samples"),
+    }
+    made = "pixel_values" if is_pair else main
+    if made in makers:
+        make, words = makers[made]
+        kwargs[made] = torch.cat([make(config, request.length) for _ in range(request.samples)])
+        parts.append(words.format("×".join(map(str, kwargs[made].shape[1:]))))
     elif main != "input_ids":
         raise ModelError(
             f"Inputs for {type(model).__name__}, which takes {main!r}, cannot be made here. "
@@ -104,26 +98,27 @@ def _tokens(
     model: Any, request: Request, folder: Path | None, notes: list[str]
 ) -> tuple[Tensor, Tensor | None, str, float]:
     """Return token ids (sequences, length), the padding mask, a description and the share of unknown tokens."""
-    length, vocabulary, tokenizer = _length(model, request.length, notes), _vocabulary(model), None
+    length, vocabulary = _length(model, request.length, notes), _vocabulary(model)
+    encode, unknown_id = None, None
     try:
-        tokenizer = None if folder is None else _tokenizer_in(folder)
+        encode, unknown_id = (None, None) if folder is None else _tokenizer_in(folder)
     except ModelError:
         if any(isinstance(sequence, str) for sequence in request.user_sequences):
             raise
-    if tokenizer is None and not request.user_sequences:
+    if encode is None and not request.user_sequences:
         notes.append("No tokenizer could be read, so the tokens are random.")
         generator = torch.Generator().manual_seed(SEED)
         drawn = torch.randint(vocabulary, (request.samples, length), generator=generator)
         return drawn, None, f"{drawn.numel()} random tokens", 0.0
-    sequences = [_ids(sequence, tokenizer, length) for sequence in texts_of(request)]
+    sequences = [_ids(sequence, encode, length) for sequence in texts_of(request)]
     flat = [each for sequence in sequences for each in sequence]
     if max(flat) >= vocabulary:
-        subject = "tokenizer does" if tokenizer else "tokens do"
+        subject = "tokens do" if encode is None else "tokenizer does"
         raise ModelError(
             f"The {subject} not fit the model: there is token {max(flat)}, and the model knows {vocabulary} tokens."
         )
     ids, mask = pad(sequences, getattr(model.config.get_text_config(), "pad_token_id", None))
-    unknown = 0 if tokenizer is None or tokenizer.unknown_id is None else flat.count(tokenizer.unknown_id)
+    unknown = 0 if unknown_id is None else flat.count(unknown_id)
     return ids, mask, f"{len(flat)} tokens of {request.source}", unknown / len(flat)
 
 
@@ -140,32 +135,31 @@ def pad(sequences: list[list[int]], padding: int | None) -> tuple[Tensor, Tensor
     return ids, None if mask.all() else mask
 
 
-def _tokenizer_in(folder: Path) -> Tokenizer | None:
+def _tokenizer_in(folder: Path) -> tuple[Encode | None, int | None]:
+    """Return the tokenizer of a model, and the id of unknown tokens."""
     with as_model_error(f"read the tokenizer in {folder}"):
         if (folder / "tokenizer.json").is_file():
-            from tokenizers import Tokenizer as Fast
+            from tokenizers import Tokenizer
 
-            fast = Fast.from_file(str(folder / "tokenizer.json"))
+            fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
             fast.no_truncation()
             fast.no_padding()
             token, number = getattr(fast.model, "unk_token", None), getattr(fast.model, "unk_id", None)
-            return Tokenizer(
-                lambda text: list(fast.encode(text).ids), number if token is None else fast.token_to_id(token)
-            )
+            return lambda text: fast.encode(text).ids, number if token is None else fast.token_to_id(token)
         if any((folder / name).is_file() for name in VOCABULARIES):
             from transformers import AutoTokenizer
 
             slow = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-            return Tokenizer(lambda text: list(slow(text)["input_ids"]), slow.unk_token_id)
-    return None
+            return lambda text: slow(text)["input_ids"], slow.unk_token_id
+    return None, None
 
 
-def _ids(sequence: Sequence, tokenizer: Tokenizer | None, length: int) -> list[int]:
+def _ids(sequence: Sequence, encode: Encode | None, length: int) -> list[int]:
     if not isinstance(sequence, str):
         return sequence[:length]
-    if tokenizer is None:
+    if encode is None:
         raise ModelError("A text needs the model's tokenizer, and there is none beside its config.json.")
-    found = tokenizer.encode(sequence[: CHARACTERS_PER_TOKEN * length])
+    found = list(encode(sequence[: CHARACTERS_PER_TOKEN * length]))
     if len(found) < 2:
         raise ModelError(f"Expected a text of at least two tokens, got {len(found)}.")
     return found[:length]
@@ -202,7 +196,7 @@ def _vocabulary(model: Any) -> int:
     raise ModelError(f"{type(model).__name__} does not say how many tokens it knows.")
 
 
-def _pictures(config: Any) -> Tensor:
+def _pictures(config: Any, _: int | None) -> Tensor:
     """Draw standard normal pixels, (1, channels, height, width) or (1, frames, channels, height, width)."""
     parts = [config, *(getattr(config, name, None) for name in ("vision_config", "encoder", "backbone_config"))]
     channels = _first(parts, "num_channels", "in_channels") or 3
@@ -225,7 +219,7 @@ def _features(config: Any, length: int | None) -> Tensor:
     return torch.randn(1, length or DEFAULT_LENGTH, width)
 
 
-def _sound(config: Any) -> Tensor:
+def _sound(config: Any, _: int | None) -> Tensor:
     """Draw a spectrogram, (1, frames, bins), if the model accepts one, else a second of noise, (1, samples)."""
     if hasattr(config, "frequency_stride"):
         return torch.randn(1, config.max_length, config.num_mel_bins)

@@ -1,10 +1,10 @@
 """Load a model from a folder, a file, the cache or a function; load the bundled model by default."""
 
-import importlib
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.errors import ModelError, SettingError
-from attnscale.loading.adapter import apply_adapter, base_of, is_adapter
+from attnscale.loading.config import read_json, read_safe_json
 from attnscale.loading.hub import cached_folder, is_name
 from attnscale.loading.huggingface import GGUF, load_gguf, load_huggingface
 from attnscale.loading.inputs import Loaded, map_tensors, texts_of, with_inputs
-from attnscale.loading.model_errors import as_model_error
+from attnscale.loading.model_errors import as_model_error, quiet, require_package
 from attnscale.loading.request import Request
 from attnscale.loading.weights import READABLE, find_weights, read_weights
 from attnscale.models import CausalTransformer, encode, load_bundled
@@ -24,6 +24,10 @@ from attnscale.models.text import VOCABULARY
 
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # package.module:callable
 SEED = 0  # for a random initialisation and random inputs
+ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# Fields of an adapter's configuration that name other files or run code.
+UNSAFE = {"auto_mapping", "megatron_config", "runtime_config", "loftq_config", "eva_config", "corda_config"}
 NO_MODEL = "Expected a model's folder, a config.json, org/name or package.module:callable"
 
 
@@ -39,7 +43,7 @@ def load_model(request: Request) -> Loaded:
             loaded = _bundled(request)
         elif (path := Path(request.model)).exists():
             loaded = _from_path(path, request)
-        elif is_factory(request.model):
+        elif FACTORY.fullmatch(request.model):
             loaded = _from_factory(request.model, request)
         elif is_name(request.model):
             loaded = _from_path(cached_folder(request.model), request, request.model)
@@ -64,15 +68,6 @@ def require_device(device: str) -> None:
     except RuntimeError:
         present = ", ".join(name for name, is_available in available.items() if is_available)
         raise SettingError(f"Expected a device that this machine has ({present}), got {device!r}.") from None
-
-
-def is_factory(spec: str) -> bool:
-    """Return True for package.module:callable.
-
-    >>> is_factory("mypackage.models:make_small"), is_factory("models/small")
-    (True, False)
-    """
-    return FACTORY.fullmatch(spec) is not None
 
 
 def _bundled(request: Request) -> Loaded:
@@ -101,7 +96,7 @@ def _on_bytes(model: CausalTransformer, title: str, request: Request) -> Loaded:
 
 def _from_path(path: Path, request: Request, name: str | None = None) -> Loaded:
     """Load from a folder or a file; `name` is the user's name for a model in the cache."""
-    if path.is_dir() and is_adapter(path):
+    if _is_adapter(path):
         return _from_adapter(path, request, name)
     notes = []
     if path.suffix == GGUF and path.is_file():
@@ -140,15 +135,60 @@ def _find_files(path: Path) -> tuple[Path, Path | None]:
 def _from_adapter(folder: Path, request: Request, name: str | None) -> Loaded:
     if request.random_init:
         raise SettingError(f"--random-init is for a model, and {folder} is an adapter.")
-    base = request.base or base_of(folder)
+    base = request.base or _base_of(folder)
     if request.base is not None and (path := Path(base)).exists():
-        if path.is_dir() and is_adapter(path):
+        if _is_adapter(path):
             raise ModelError(f"Expected a model as --base, and {base} is an adapter too.")
         loaded = _from_path(path, request)
     else:
         loaded = _from_path(cached_folder(base), request, base)
     title = f"{loaded.title} with the adapter {name or folder}"
-    return replace(loaded, model=apply_adapter(loaded.model, folder), title=title)
+    return replace(loaded, model=_apply_adapter(loaded.model, folder), title=title)
+
+
+def _is_adapter(path: Path) -> bool:
+    """Return True for a folder with an adapter and without a model."""
+    return (path / ADAPTER).is_file() and not (path / "config.json").is_file()
+
+
+def _base_of(folder: Path) -> str:
+    """Return the name of an adapter's base model; raise an error for a path."""
+    config = read_json(folder / ADAPTER)
+    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not isinstance(name, str) or not is_name(name):
+        raise ModelError(
+            f"The adapter {folder} names its base model as {name!r}, which is not a model's name. "
+            "Give the base with --base, as a folder or as org/name."
+        )
+    return name
+
+
+def _apply_adapter(model: nn.Module, folder: Path) -> nn.Module:
+    """Return the model with the adapter applied, and merged if its type supports merging."""
+    require_package("peft", f"The adapter in {folder}", "peft")
+    weights = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        raise ModelError(f"Expected the weights of an adapter in {folder} as {ADAPTER_WEIGHTS[0]}, and there are none.")
+    raw = read_safe_json(folder / ADAPTER)
+    with quiet(), as_model_error(f"put the adapter {folder} on its base"):
+        peft: Any = import_module("peft")
+        adapted: Any = peft.get_peft_model(model, _adapter_config(peft, raw, folder))
+        found = peft.set_peft_model_state_dict(adapted, read_weights(weights))
+        faults = [f"the base has no {name!r}" for name in found.unexpected_keys]
+        faults += [f"{name!r} is missing" for name in found.missing_keys if "lora_" in name]
+        if faults:
+            raise ModelError(f"The adapter {folder} does not fit its base: {faults[0]}.")
+        merged: nn.Module = adapted.merge_and_unload() if hasattr(adapted, "merge_and_unload") else adapted
+        return merged
+
+
+def _adapter_config(peft: Any, raw: Any, folder: Path) -> Any:
+    kinds = {str(getattr(kind, "value", kind)): made for kind, made in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    kind = raw.get("peft_type") if isinstance(raw, dict) else None
+    if kind not in kinds:
+        raise ModelError(f"Unknown peft_type {kind!r} in {folder / ADAPTER}: peft {peft.__version__} does not have it.")
+    names = {field.name for field in fields(kinds[kind]) if field.init} - UNSAFE
+    return kinds[kind](**{name: value for name, value in raw.items() if name in names} | {"inference_mode": True})
 
 
 def _from_factory(spec: str, request: Request) -> Loaded:
@@ -183,7 +223,7 @@ def _call_factory(spec: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does; not removed, because a model may import when it runs
-    found: Any = importlib.import_module(module_name)
+    found: Any = import_module(module_name)
     for name in path.split("."):
         found = getattr(found, name)
     return found if isinstance(found, nn.Module) or not callable(found) else found()

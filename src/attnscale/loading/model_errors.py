@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ def as_model_error(action: str) -> Iterator[None]:
                 f"Out of memory: could not {action}. Try a smaller --length or another --device."
             ) from error
         raise ModelError(f"Could not {action}: {describe(error)}.") from error
+
+
+def require_package(package: str, what: str, install: str = "'attnscale[hf]'") -> None:
+    """Raise an error if an optional package is missing."""
+    if find_spec(package) is None:
+        raise ModelError(f"{what} needs the package {package}: pip install {install}.")
 
 
 def describe(error: BaseException) -> str:

@@ -14,7 +14,6 @@ from attnscale.attending.ragged import (
     Window,
     as_one_row,
     as_tokens,
-    layouts,
     packed_call,
     window_of,
 )
@@ -74,7 +73,7 @@ def attention_varlen_with_stats(
 def _attention_with_stats(
     query: Tensor, key: Tensor, value: Tensor, sequences: Starts, rows: int | None, *options: Any
 ) -> tuple[Tensor, ScoreStats]:
-    output, stats = _attend(packed_call(query, key, value, *layouts(query, *sequences), *options), rows)
+    output, stats = _attend(packed_call(query, key, value, sequences, *options), rows)
     return as_tokens(output), stats
 
 

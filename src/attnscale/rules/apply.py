@@ -34,48 +34,36 @@ def apply_scale(scale: Scale, query: Tensor, key: Tensor, visible: Callable[[], 
     return rule(query, key, visible() if about is None or about.needs_visible else None)
 
 
-def apply_scale_to_sequences(
-    scale: Scale,
-    query: Tensor,
-    key: Tensor,
-    starts: tuple[Tensor, Tensor],
-    lengths: Callable[[], tuple[tuple[int, ...], tuple[int, ...]]],
-    sequence: Callable[[], Tensor],
-    visible: Callable[[], Tensor],
-) -> Scaled:
-    """Apply a scale to packed sequences, (1, heads, total, head_dim); `sequence` is the sequence of each row.
-
-    A user's own rule is called once per sequence, rules of the catalogue once for all rows.
-    """
-    if isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[0] > 1 and scale.shape[2] == 1:
-        return apply_scale(scale[sequence(), :, 0].transpose(0, 1).unsqueeze(0), query, key, visible)
-    if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
-        return apply_scale(scale, query, key, visible)
-    rule = get_rule(scale)
-    about = about_rule(rule)
-    if about is not None and about.over_sequences is None:
-        return apply_scale(rule, query, key, visible)
-    if about is not None and about.over_sequences is not None:
-        return multiply(query, about.over_sequences(query, key, *starts)[:, None, None]), key, 1.0
-    q_lens, kv_lens = lengths()
-    pairs = list(zip(query.split(q_lens, dim=-2), key.split(kv_lens, dim=-2), strict=True))
-    return _one_by_one(rule, pairs, visible().split(q_lens)) if pairs else (query, key, 1.0)
-
-
-def can_be_traced(scale: Scale) -> bool:
-    """Return True if a compiled graph can apply the scale to packed sequences, without their lengths in Python."""
+def can_scale_as_one_row(scale: Scale) -> bool:
+    """Return True if the scale applies to concatenated sequences at once, as in a graph, where lengths are unknown."""
     if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
         return True
     about = about_rule(get_rule(scale))
     return about is not None and about.over_sequences is None
 
 
-def _one_by_one(rule: Rule, pairs: list[tuple[Tensor, Tensor]], visible: tuple[Tensor, ...]) -> Scaled:
-    """Apply the rule to each sequence; if their factors differ, multiply the queries by them."""
-    scaled = (rule(query, key, counts) for (query, key), counts in zip(pairs, visible, strict=True))
+def apply_scale_to_sequences(
+    scale: Scale,
+    query: Tensor,
+    key: Tensor,
+    q_lens: tuple[int, ...],
+    kv_lens: tuple[int, ...],
+    visible: Callable[[], Tensor],
+) -> Scaled:
+    """Apply 'calibrated' or a user's own rule to concatenated sequences, (1, heads, total, head_dim)."""
+    assert not isinstance(scale, float | Tensor | None)
+    rule = get_rule(scale)
+    about = about_rule(rule)
+    pairs = list(zip(query.split(q_lens, dim=-2), key.split(kv_lens, dim=-2), strict=True))
+    if not pairs:
+        return query, key, 1.0
+    if about is not None and about.over_sequences is not None:
+        return multiply(query, about.over_sequences(pairs)), key, 1.0
+    counts = visible().split(q_lens)
+    scaled = (rule(own, theirs, count) for (own, theirs), count in zip(pairs, counts, strict=True))
     queries, keys, factors = zip(*scaled, strict=True)
     if len(set(factors)) > 1:
-        queries = tuple(multiply(q, q.new_tensor(factor)) for q, factor in zip(queries, factors, strict=True))
+        queries = tuple(multiply(own, own.new_tensor(factor)) for own, factor in zip(queries, factors, strict=True))
         factors = (1.0,)
     return torch.cat(queries, dim=-2), torch.cat(keys, dim=-2), factors[0]
 

@@ -1,44 +1,27 @@
 """Scale to unit variance, measured on the query and key."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from attnscale.errors import InputError
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.rules.rule import Scaled, Visible, about, multiply
-from attnscale.torch_internals import unseen
 
 
-def calibrated_sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k: Tensor) -> Tensor:
-    """Return 1 / std(q·k) for each head, over every pair of a query and a key of the same sequence."""
+def calibrated_sequences(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return 1 / std(q·k) of each head, (heads, 1, 1), over every pair of a query and a key of the same sequence."""
+    query = pairs[0][0]
     found = [
         (own.shape[-2] * theirs.shape[-2], *_moments(own, theirs))
-        for own, theirs in _sequences(query, key, starts_q, starts_k)
+        for own, theirs in pairs
+        if own.shape[-2] and theirs.shape[-2]
     ]
     if not found:
-        return query.new_ones(query.shape[1], dtype=wide_dtype(query))
-    pairs = sum(count for count, *_ in found)
-    mean = sum(count / pairs * means for count, means, _ in found)
-    variance = sum(count / pairs * (variances + (means - mean).square()) for count, means, variances in found)
+        return query.new_ones((), dtype=wide_dtype(query))
+    total = sum(count for count, *_ in found)
+    mean = sum(count / total * means for count, means, _ in found)
+    variance = sum(count / total * (variances + (means - mean).square()) for count, means, variances in found)
     assert isinstance(variance, Tensor)
-    return 1.0 / _root(variance.mean(tuple(range(variance.dim() - 1))))
-
-
-def _sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield queries and keys, (1, heads, length, head_dim), of each sequence that has both."""
-    if unseen(starts_q) or unseen(starts_k):
-        raise InputError(
-            "The rule 'calibrated' needs to know where the packed sequences start, and torch.vmap or the meta device "
-            "hides that. Call it for one batch at a time, or give the scale as a number."
-        )
-    queries, keys = (
-        tensor.split(starts.diff().tolist(), dim=-2) for tensor, starts in ((query, starts_q), (key, starts_k))
-    )
-    for own, theirs in zip(queries, keys, strict=True):
-        if own.shape[-2] and theirs.shape[-2]:
-            yield own, theirs
+    return _inverse_root(variance.squeeze(0))
 
 
 @about(
@@ -57,7 +40,7 @@ def calibrated(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
     batch = tuple(range(variance.dim() - 1))  # everything before the head
     if batch:
         variance = variance.mean(batch) + mean.var(batch, correction=0)
-    return multiply(query, 1.0 / _root(variance)[..., None, None]), key, 1.0
+    return multiply(query, _inverse_root(variance)), key, 1.0
 
 
 def _moments(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,8 +59,8 @@ def _moments(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
-def _root(variance: Tensor) -> Tensor:
-    return variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
+def _inverse_root(variance: Tensor) -> Tensor:
+    return 1.0 / variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()[..., None, None]
 
 
 def _mean_and_covariance(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnscale.numerics import wide_dtype
 from attnscale.rules.rule import Scaled, Visible, about, multiply, require_positive
+from attnscale.shapes import broadcasts_to
 
 SSMAX_S = 0.43  # the paper's value for s that is not learned (figure 1)
 
@@ -33,8 +34,8 @@ class log_length:
         if isinstance(visible, Tensor):
             counts = visible.to(wide_dtype(query)).clamp(min=1)  # keep rows without visible keys finite
             factor = self.s * counts.log()
-            is_column = factor.dim() > 1 and factor.shape[-2:] == (query.shape[-2], 1)
-            return multiply(query, factor if is_column else factor.unsqueeze(-1)), key, inverse_sqrt
+            is_row = broadcasts_to(factor.shape, query.shape[:-1])  # else a column, (…, q_len, 1)
+            return multiply(query, factor.unsqueeze(-1) if is_row else factor), key, inverse_sqrt
         keys = key.shape[-2] if visible is None else visible
         if torch.compiler.is_compiling():  # a float would fix the length in the graph
             factor = self.s * torch.full((), keys, dtype=wide_dtype(query), device=query.device).clamp(min=1).log()

@@ -13,8 +13,8 @@ from attnscale.numerics import wide_dtype
 
 Scaled: TypeAlias = tuple[Tensor, Tensor, float]
 Visible: TypeAlias = Tensor | int | None
-# (query, key, offsets of both) of packed sequences, (1, heads, total, head_dim), to one factor per head
-OverSequences: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# query and key of each sequence, (1, heads, length, head_dim), to one factor per head, (heads, 1, 1)
+OverSequences: TypeAlias = Callable[[list[tuple[Tensor, Tensor]]], Tensor]
 
 
 class Rule(Protocol):
@@ -36,7 +36,7 @@ class About:
     source: str
     use: str
     needs_visible: bool
-    over_sequences: OverSequences | None = None  # for packed sequences, if the rule reads all rows at once
+    over_sequences: OverSequences | None = None  # for packed sequences, if the rule reads all of them
 
 
 ABOUT: dict[object, About] = {}

@@ -1,4 +1,4 @@
-"""Second derivatives of attention whose shape SDPA takes apart, and ours fuses."""
+"""Second derivatives of attention, in shapes for which SDPA forms the full matrix and a fused kernel has none."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def tensors(shapes, dtype=torch.float64):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_they_are_those_of_sdpa(shapes, options):
+def test_second_derivatives_are_those_of_sdpa(shapes, options):
     inputs = tensors(SHAPES[shapes])
     found = []
     for run in (attnscale.attention, F.scaled_dot_product_attention):
@@ -41,12 +41,12 @@ def test_they_are_those_of_sdpa(shapes, options):
     torch.testing.assert_close(*found)
 
 
-def test_groups_have_them_too():
+def test_grouped_queries_have_second_derivatives():
     inputs = tensors(((6, q_len, head_dim), (3, kv_len, head_dim), (3, kv_len, head_dim)))
     assert torch.autograd.gradgradcheck(lambda *given: attnscale.attention(*given, enable_gqa=True), inputs)
 
 
-def test_a_backward_without_them_is_the_kernels_to_the_last_bit(monkeypatch):
+def test_a_single_backward_is_that_of_the_kernel_to_the_last_bit(monkeypatch):
     inputs = tensors(SHAPES["no heads"], torch.float32)
     found = [torch.autograd.grad(attnscale.attention(*inputs).sin().sum(), inputs)]
     monkeypatch.setattr(sdpa, "differentiates_twice", lambda *_: False)
@@ -54,7 +54,7 @@ def test_a_backward_without_them_is_the_kernels_to_the_last_bit(monkeypatch):
     torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
 
 
-def test_only_what_learns_has_gradients_and_a_graph_that_is_kept_has_two_backwards():
+def test_a_retained_graph_runs_backward_twice_for_the_tensors_that_need_it():
     query, key, value = tensors(SHAPES["no heads"])
     loss = attnscale.attention(query, key.detach(), value).square().sum()
     first, second = (torch.autograd.grad(loss, (query, value), retain_graph=True) for _ in range(2))
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return attnscale.attention(self.query(x), self.key(x), self.value(x))
 
 
-def test_who_looks_at_a_model_sees_its_attention_and_its_gradients():
+def test_watch_monitor_and_clip_see_such_an_attention_and_its_gradients():
     model, records = Attention(), []
     x = torch.randn(2, 11, 7)
     with attnscale.watch(model) as seen:

@@ -1,7 +1,6 @@
 """Old configurations, GGUF files and adapters."""
 
 import json
-import sys
 import warnings
 from importlib.util import find_spec
 
@@ -13,6 +12,7 @@ import attnscale
 from attnscale.checking import check_model
 from attnscale.errors import ModelError
 from attnscale.loading import Request, load_model, offline
+from tests.loading.conftest import hide
 
 GGUF = pytest.mark.skipif(find_spec("gguf") is None, reason="the package gguf is not here")
 PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="the package peft is not here")
@@ -37,41 +37,32 @@ def test_a_type_that_contradicts_the_configuration_is_refused(bert):
 
 
 def write_gguf(path, factor=1.0):
-    """A Llama of two layers, as llama.cpp lays it out."""
+    """Write a Llama of two layers, as llama.cpp lays it out; the queries are multiplied by the factor."""
     import gguf
 
     writer = gguf.GGUFWriter(str(path), "llama")
-    width, heads, inner, vocabulary = 64, 4, 96, 128
-    writer.add_name("small")
-    writer.add_block_count(2)
-    writer.add_context_length(256)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(vocabulary)
+    width, inner, vocabulary = 64, 96, 128
+    sizes = {
+        "name": "small", "block_count": 2, "context_length": 256, "embedding_length": width, "head_count": 4,
+        "feed_forward_length": inner, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0,
+        "vocab_size": vocabulary,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        getattr(writer, f"add_{name}")(value)
+    block = {
+        "attn_q": (width, width), "attn_k": (width // 2, width), "attn_v": (width // 2, width),
+        "attn_output": (width, width), "ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner),
+    }  # fmt: skip
+    matrices = {"token_embd": (vocabulary, width), "output": (vocabulary, width)}
+    matrices |= {f"blk.{at}.{name}": shape for at in range(2) for name, shape in block.items()}
     random = np.random.default_rng(0)
-
-    def matrix(name, *shape, times=1.0):
-        values = random.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5 * times
+    for name, shape in matrices.items():
+        values = random.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5
+        values *= factor if name.endswith("attn_q") else 1.0
         quantised = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-        writer.add_tensor(name, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-
-    matrix("token_embd.weight", vocabulary, width)
-    for block in range(2):
-        writer.add_tensor(f"blk.{block}.attn_norm.weight", np.ones(width, dtype=np.float32))
-        writer.add_tensor(f"blk.{block}.ffn_norm.weight", np.ones(width, dtype=np.float32))
-        matrix(f"blk.{block}.attn_q.weight", width, width, times=factor)
-        matrix(f"blk.{block}.attn_k.weight", width // 2, width)
-        matrix(f"blk.{block}.attn_v.weight", width // 2, width)
-        matrix(f"blk.{block}.attn_output.weight", width, width)
-        matrix(f"blk.{block}.ffn_gate.weight", inner, width)
-        matrix(f"blk.{block}.ffn_up.weight", inner, width)
-        matrix(f"blk.{block}.ffn_down.weight", width, inner)
-    writer.add_tensor("output_norm.weight", np.ones(width, dtype=np.float32))
-    matrix("output.weight", vocabulary, width)
+        writer.add_tensor(f"{name}.weight", quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for name in ("output_norm", *(f"blk.{at}.{part}_norm" for at in range(2) for part in ("attn", "ffn"))):
+        writer.add_tensor(f"{name}.weight", np.ones(width, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -110,14 +101,6 @@ def test_a_damaged_gguf_file_is_one_sentence(tmp_path, size):
         load_model(Request(str(path)))
 
 
-def test_without_the_package_a_gguf_file_says_which_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr("attnscale.loading.huggingface.find_spec", lambda name: None)
-    path = tmp_path / "small.gguf"
-    path.write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="needs the package gguf: pip install gguf"):
-        load_model(Request(str(path)))
-
-
 @pytest.fixture
 def adapter(saved_bert, tmp_path):
     """LoRA on the queries of a BERT, as peft saves it."""
@@ -141,7 +124,7 @@ def test_an_adapter_is_put_on_its_base(saved_bert, adapter):
 
 
 @PEFT
-def test_an_adapter_names_its_base_and_leads_nowhere(adapter):
+def test_an_adapter_may_name_its_base_but_no_path(adapter):
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     for name, said in (
         ("/etc", "not a model's name"),
@@ -156,7 +139,7 @@ def test_an_adapter_names_its_base_and_leads_nowhere(adapter):
 
 
 @PEFT
-def test_an_adapter_of_another_model_is_told(adapter, saved_bert, tmp_path):
+def test_an_adapter_of_another_model_is_refused(adapter, saved_bert, tmp_path):
     config = json.loads((saved_bert / "config.json").read_text(encoding="utf-8"))
     other = tmp_path / "other"
     other.mkdir()
@@ -165,9 +148,10 @@ def test_an_adapter_of_another_model_is_told(adapter, saved_bert, tmp_path):
         load_model(Request(str(adapter), base=str(other)))
 
 
-def test_without_the_package_an_adapter_says_which_is_missing(tmp_path, saved_bert, monkeypatch):
-    monkeypatch.setattr("attnscale.loading.adapter.find_spec", lambda name: None)
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
-    with pytest.raises(ModelError, match="needs the package peft: pip install peft"):
-        load_model(Request(str(tmp_path), base=str(saved_bert)))
-    assert "peft" not in sys.modules or find_spec("peft") is not None
+@pytest.mark.parametrize(("package", "file"), [("gguf", "small.gguf"), ("peft", "adapter_config.json")])
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path, saved_bert, monkeypatch, package, file):
+    hide(monkeypatch, package)
+    (tmp_path / file).write_text('{"peft_type": "LORA"}', encoding="utf-8")
+    path = tmp_path / file if package == "gguf" else tmp_path
+    with pytest.raises(ModelError, match=f"needs the package {package}: pip install {package}"):
+        load_model(Request(str(path), base=str(saved_bert)))
