@@ -69,6 +69,6 @@ class CheckedOutput:
             getattr(self._stream, method)(*arguments)
         except OSError as error:
             # Discard the rest of the output: Python would try again at exit, and print an error.
-            with suppress(OSError, ValueError, AttributeError), open(os.devnull, "w") as nowhere:
+            with suppress(OSError, ValueError, AttributeError), open(os.devnull, "w", encoding="utf-8") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
             raise OutputError(error) from None

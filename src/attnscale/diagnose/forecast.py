@@ -28,7 +28,7 @@ LATEST = 8  # number of samples in the fit
 LEAST_SAMPLES = 4  # few, because some runs diverge early
 FARTHEST = 8  # longest forecast in samples; recorded runs follow their trend no longer
 DAMPING = 0.8
-STEPS_ADDED = 1 + 1 / (1 - DAMPING)  # of the growth of one sample, by any forecast; the one is for scatter
+STEPS_ADDED = 1 + 1 / (1 - DAMPING)  # samples of growth that a forecast adds at most; the one is for scatter
 LEAST_SCATTER = 0.03  # smallest scatter of a logarithm; no run stays smoother
 BELOW, ABOVE = 1.45, 1.5  # width of the interval in scatters; ABOVE is multiplied by √(samples ahead)
 SURE = 2.5  # growth in scatters; 90% of series without growth stay below (tests/diagnose/test_forecast.py)
@@ -167,11 +167,14 @@ class Trend:
     def _may_reach(self, threshold: float) -> bool:
         """Return False if no line through the latest samples reaches the threshold; a fit takes many times as long.
 
-        The steepest pair of neighbours is no flatter than the line, and damping adds up to a few steps of it.
+        The steepest pair of neighbours is no flatter than the line, and damping adds up to a few samples of it.
         """
-        latest = [value for value in self.largest[-LATEST:] if value > 0]
-        steepest = max((after / before for before, after in pairwise(latest)), default=1.0)
-        return bool(max(latest, default=0.0) * max(steepest, 1.0) ** STEPS_ADDED >= threshold)
+        samples = zip(self.steps[-LATEST:], self.largest[-LATEST:], strict=True)
+        logs = [(step, math.log(value)) for step, value in samples if 0 < value < math.inf]
+        pairs = [(after - before, now - then) for (before, then), (after, now) in pairwise(logs) if after > before]
+        steepest = max((rise / run for run, rise in pairs), default=0.0)
+        added = max(steepest, 0.0) * STEPS_ADDED * max((run for run, _ in pairs), default=0.0)
+        return max((level for _, level in logs), default=-math.inf) + added >= math.log(threshold)
 
 
 def _robust_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, NDArray[np.float64]]:

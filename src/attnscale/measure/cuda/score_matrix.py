@@ -158,16 +158,17 @@ def slope_kernel(
     together, own = tl.zeros([1], tl.float64), tl.zeros([1], tl.float64)
     for number in range(ROWS):
         position = tl.load(positions_at + number)
-        at = query_at + head * query_head + position * query_row + feature * query_feature
-        query = tl.load(at, mask=feature < HEAD_DIM, other=0.0).to(tl.float32)
+        own_at = query_at + head * query_head + position * query_row + feature * query_feature
+        query = tl.load(own_at, mask=feature < HEAD_DIM, other=0.0).to(tl.float32)
         count, sum_x, sum_y = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
         sum_xx, sum_xy = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
         for begin in range(0, kv_len, TILE):
             row = (begin + tl.arange(0, TILE)).to(tl.int64)
-            at = key_at + head * key_head + row[:, None] * key_row + feature[None, :] * key_feature
-            key = tl.load(at, mask=(row < kv_len)[:, None] & (feature < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
-            at = scores_at + head * score_head + position * score_row + row * score_key
-            scores = tl.load(at, mask=row < kv_len, other=float("-inf")).to(tl.float64)
+            tile_at = key_at + head * key_head + row[:, None] * key_row + feature[None, :] * key_feature
+            inside = (row < kv_len)[:, None] & (feature < HEAD_DIM)[None, :]
+            key = tl.load(tile_at, mask=inside, other=0.0).to(tl.float32)
+            here_at = scores_at + head * score_head + position * score_row + row * score_key
+            scores = tl.load(here_at, mask=row < kv_len, other=float("-inf")).to(tl.float64)
             visible = scores > HIDDEN
             if CAPPED:
                 share = scores / softcap
