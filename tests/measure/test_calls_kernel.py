@@ -130,6 +130,30 @@ def test_a_probe_writes_statistics_and_lengths_to_a_buffer(case):
         assert (count == counted.sum()).all()
 
 
+@pytest.mark.parametrize("leaves_rows_out", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_probe_of_written_scores_fills_a_buffer(leaves_rows_out, softcap):
+    query, key = torch.randn(batch, heads, kv_len, head_dim), torch.randn(batch, heads, kv_len, head_dim)
+    hidden = torch.arange(kv_len).expand(batch, -1) >= torch.tensor([[kv_len], [31]])
+    scores = query @ key.mT * 0.3
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(hidden[:, None, None, :], torch.finfo(torch.float32).min)
+    table, lengths = torch.full((heads, TABLE), torch.nan, dtype=torch.float64), torch.zeros(2, 3, heads).double()
+    scales, planned = torch.empty(heads, dtype=torch.float64), design(16, kv_len, batch, True)
+    given = sampled.WrittenScores(scores, query, key, hidden)
+    scale = torch.tensor([0, 26, 52]), torch.full((heads,), 0.2), torch.full((heads,), 0.1), softcap, 0.01
+    found = sampled.probe_scores(given, leaves_rows_out, scores.amax((0, 2, 3)), scale, planned, table, lengths, scales)
+    torch.testing.assert_close(scales, torch.full_like(scales, 0.15), rtol=1e-3, atol=0)  # 0.3 where 0.2 is planned
+    assert (found.stats.max <= scores.amax((0, 2, 3))).all()
+    counted = ~hidden if leaves_rows_out else torch.ones_like(hidden)
+    for vectors, kept, numbers in zip((query, key), (counted, ~hidden), lengths, strict=True):
+        squares = vectors.double().square().sum(-1).transpose(0, 1)[:, kept]
+        torch.testing.assert_close(numbers[0], squares.sum(-1), rtol=1e-6, atol=0)
+    first, second = found.sample.positions
+    rows = len(first) + (int((second < 31).sum()) if leaves_rows_out else len(second))
+    assert found.stats.rows.tolist() == [rows] * heads
+
+
 def test_a_probe_leaves_to_others_what_has_few_rows():
     call = call_of(Visibility(), 5)
     nothing = torch.empty(0)

@@ -285,10 +285,10 @@ def _measure_by_scores(call: ProbedCall, given: AttentionCall, settings: Setting
     call.padding = padding
     chosen = None if rows is None else design(rows, call.query_len, call.batch, is_uneven)
     if chosen is not None:
-        given_scores = WrittenScores(scores, query, key, padding, hidden)
+        written = WrittenScores(scores, query, key, hidden)
         scale = _scale_arguments(call.planned, scores)
         numbers = call.buffer.table, call.buffer.lengths, call.buffer.scales
-        call.probed = probe_scores(given_scores, highest.float(), scale, chosen, *numbers)
+        call.probed = probe_scores(written, padding is not None, highest.float(), scale, chosen, *numbers)
     if call.probed is None:
         by_row = Rows(len(scores), call.heads, call.query_len, call.key_len, is_uneven, rows_at).without(padding)
         call.stats = by_row.measure(rows, highest.double)

@@ -159,18 +159,18 @@ launch_probe = Replay(_launch_probe)
 class WrittenScores(NamedTuple):
     """Scores of an attention that is written out, and what its scale is measured by.
 
-    A key is hidden where its score is too low to be one. `rows_left_out` and `keys_left_out` are (batch or 1, length).
+    A key is hidden where its score is too low to be one.
     """
 
     scores: Tensor  # (batch, heads, q_len, kv_len)
     query: Tensor  # (batch, heads, q_len, features), and keys likewise: the operands of the product
     key: Tensor
-    rows_left_out: Tensor | None
-    keys_left_out: Tensor | None
+    hidden_keys: Tensor | None  # from every row, (batch or 1, kv_len)
 
 
 def probe_scores(
     given: WrittenScores,
+    leaves_rows_out: bool,
     highest: Tensor,
     scale: tuple[Tensor, Tensor, Tensor, float | None, float],
     planned: Design,
@@ -180,6 +180,7 @@ def probe_scores(
 ) -> SampledRows | None:
     """Measure the planned rows of each head into a table, the lengths of all vectors, and the scale of each head.
 
+    With `leaves_rows_out`, rows at the positions of hidden keys do not count.
     `highest`, float32 (heads,), are the largest scores. `scale` are the arguments of find_scales() from the positions
     to the disagreement. None if no kernel supports the scores.
     """
@@ -191,7 +192,7 @@ def probe_scores(
     sample = drawn.next()
     sums = torch.empty((SUMS, 1, *scores.shape[:2], sample.positions.shape[1]), device=scores.device)
     launch = launch_scores if replays(query, key, None) else _launch_scores
-    launch(given, (sample.positions, highest, sums, table, lengths, scales), *scale, drawn.weights)
+    launch(given, (sample.positions, highest, sums, table, lengths, scales), leaves_rows_out, *scale, drawn.weights)
     return SampledRows(sample, sums, table)
 
 
@@ -199,6 +200,7 @@ def probe_scores(
 def _launch_scores(
     given: WrittenScores,
     own: tuple[Tensor, ...],
+    leaves_rows_out: bool,
     rows: Tensor,
     multiplier: Tensor,
     stated: Tensor,
@@ -208,10 +210,11 @@ def _launch_scores(
 ) -> None:
     from attnscale.measure.cuda import finish, score_matrix  # imported when needed: a CPU may have no triton
 
-    (scores, query, key, rows_left_out, keys_left_out), (positions, highest, sums, table, lengths, scales) = given, own
-    score_matrix.sum_rows(scores, rows_left_out, positions, sums)
+    (scores, query, key, hidden_keys), (positions, highest, sums, table, lengths, scales) = given, own
+    left_out = hidden_keys if leaves_rows_out else None
+    score_matrix.sum_rows(scores, left_out, positions, sums)
     finish.finish(sums, weights, highest, table=table)
-    add_lengths_(lengths, query, key, rows_left_out, keys_left_out)
+    add_lengths_(lengths, query, key, left_out, hidden_keys)
     score_matrix.find_scales(scores, query, key, rows, multiplier, stated, softcap, disagreement, scales)
 
 
