@@ -40,11 +40,17 @@ def train(model, run=None, steps=4, *, after=lambda: None, micro=1, rate=0.1, ba
     return torch.stack(losses).cpu()
 
 
-def monitored(make, compiled, steps=4, *, every=1, rows=None, **training):
+def start_monitor(model, compiled=None, every=1):
+    """Return what runs, a monitor of the model, and the list of its records to come."""
+    records = []
+    run = model if compiled is None else compiled(model)
+    return run, Monitor(model, every, None, [records.append]), records
+
+
+def monitored(make, compiled, steps=4, *, every=1, **training):
     """Return the records and the losses of a training run; `compiled(model)` is what runs."""
-    model, records = make(), []
-    run = compiled(model)
-    monitor = Monitor(model, every, rows, [records.append])
+    model = make()
+    run, monitor, records = start_monitor(model, compiled, every)
     losses = train(model, run, steps, after=monitor.step, **training)
     monitor.close()
     return records, losses
@@ -75,10 +81,6 @@ def each_block(backend="aot_eager"):
         return model
 
     return compiled
-
-
-def the_step(model):
-    return torch.compile(lambda batch: model(batch), backend="aot_eager")
 
 
 def assert_same_layers(found, expected, tolerance):

@@ -13,7 +13,17 @@ from attnscale.errors import NotInsideWarning, NotRecordedWarning
 from attnscale.train import Record
 
 from .models import MODELS, Layers, checkpointed, fused, small_model, tokens, written
-from .runs import TORCH_WARNINGS, assert_same, assert_same_classes, each_block, eager, monitored, train, whole
+from .runs import (
+    TORCH_WARNINGS,
+    assert_same,
+    assert_same_classes,
+    each_block,
+    eager,
+    monitored,
+    start_monitor,
+    train,
+    whole,
+)
 
 pytestmark = TORCH_WARNINGS
 
@@ -87,9 +97,8 @@ def test_a_graph_that_may_not_end_between_layers_is_not_cut(kind, fullgraph):
 
 
 def test_an_evaluation_inside_a_sampled_step_is_no_part_of_it():
-    model, records = small_model(layers=1), []
-    run = torch.compile(model, backend="aot_eager")
-    monitor = Monitor(model, 1, None, [records.append])
+    model = small_model(layers=1)
+    run, monitor, records = start_monitor(model, whole())
     for _ in range(3):
         with torch.no_grad():
             model.eval()
@@ -113,8 +122,8 @@ class Warming(Layers):
 
 
 def test_a_scale_that_changes_in_training_is_read_again():
-    model, records = Warming(), []
-    run, monitor = torch.compile(model, backend="aot_eager"), Monitor(model, 1, None, [records.append])
+    model = Warming()
+    run, monitor, records = start_monitor(model, whole())
     for scale in (0.5, 0.5, 0.25):
         model.scale = scale
         train(model, run, 1, after=monitor.step)
@@ -125,8 +134,8 @@ def test_a_scale_that_changes_in_training_is_read_again():
 
 def steps_of_two_forwards(make, compiled, both=True, order=(0, 7)):
     """Return the records of steps with two forwards, then a backward from both or from one of them."""
-    model, records, kept = make(), [], []
-    call, monitor = compiled(model), Monitor(model, 1, None, [records.append])
+    model, kept = make(), []
+    call, monitor, records = start_monitor(model, compiled)
     for step in range(3):
         outputs = {shift: call(tokens(step + shift)[:, :-1]) for shift in order}
         kept.append(outputs)  # with its graph

@@ -5,10 +5,11 @@ import torch
 from torch._dynamo.utils import counters
 
 import attnscale
-from attnscale import Monitor, QKClip
+from attnscale import QKClip
 from attnscale.errors import NotInsideWarning
 
 from .models import flex, tokens
+from .runs import start_monitor, whole
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch's own, of FlexAttention and its compiler
 KINDS = ("documents", "window", "soft-cap")
@@ -32,9 +33,8 @@ def watched(model, step):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_records_what_watch_shows(kind, backend):
-    model, records = flex(kind), []
-    run = torch.compile(model, backend=backend, fullgraph=True)
-    monitor = Monitor(model, 1, None, [records.append])
+    model = flex(kind)
+    run, monitor, records = start_monitor(model, whole(backend, fullgraph=True))
     run_steps(run, monitor.step)
     monitor.close()
     assert counters["stats"]["unique_graphs"] == 1  # the first step is traced
@@ -72,9 +72,8 @@ def test_heads_are_clipped_by_the_maxima_of_the_kernel(kind):
     [("documents", False, "FlexAttention that is not compiled takes no probe"), ("bias", True, "a bias is added")],
 )
 def test_flex_attention_that_takes_no_probe_is_traced_with_a_warning(kind, is_compiled, reason):
-    model, records = flex(kind), []
-    run = torch.compile(model, backend="aot_eager") if is_compiled else model
-    monitor = Monitor(model, 1, None, [records.append])
+    model = flex(kind)
+    run, monitor, records = start_monitor(model, whole() if is_compiled else None)
     with pytest.warns(NotInsideWarning, match=f"the whole model is traced.* {reason}"):
         run_steps(run, monitor.step)
     monitor.close()

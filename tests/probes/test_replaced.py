@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import attnscale
-from attnscale import Monitor, QKClip
+from attnscale import QKClip
 from attnscale.errors import NotFollowedWarning, NotInsideWarning
 
 from .models import small_model, tokens
-from .runs import TORCH_WARNINGS, assert_same_classes, assert_same_parameters, train
+from .runs import TORCH_WARNINGS, assert_same_classes, assert_same_parameters, start_monitor, train, whole
 
 pytestmark = TORCH_WARNINGS
 THRESHOLD = 0.05
@@ -87,9 +87,8 @@ def replace_forward(model):
     [(replace_attention, False), (convert, False), (replace_attention, True), (replace_forward, True)],
 )
 def test_a_monitor_records_a_changed_model_as_it_is_now(change, is_inside_step):
-    model, records = small_model(), []
-    run = torch.compile(model, backend="aot_eager")
-    monitor = Monitor(model, 1, None, [records.append])
+    model = small_model()
+    run, monitor, records = start_monitor(model, whole())
     train(model, run, 2, after=monitor.step)
     if is_inside_step:
         change(model)
