@@ -229,10 +229,13 @@ class Pooled(nn.Module):
 class HuggingFace(nn.Module):
     """A causal model of Hugging Face, called with tokens alone."""
 
-    def __init__(self, kind, config):
+    def __init__(self, kind, **config):
+        import transformers
+
         super().__init__()
         torch.manual_seed(0)
-        self.inner = kind(config)
+        config = getattr(transformers, f"{kind}Config")(vocab_size=VOCABULARY, use_cache=False, **config)
+        self.inner = transformers.AutoModelForCausalLM.from_config(config)
 
     def forward(self, given):
         return self.inner(input_ids=given).logits
@@ -240,23 +243,14 @@ class HuggingFace(nn.Module):
 
 def llama(implementation, width=16, layers=1):
     """Return a Llama with two keys for four heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=width, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False, attn_implementation=implementation,
-    )  # fmt: skip
-    return HuggingFace(LlamaForCausalLM, config)
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return HuggingFace("Llama", attn_implementation=implementation, **sizes, **heads)
 
 
 def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=HEADS, n_positions=37, use_cache=False,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    return HuggingFace(GPT2LMHeadModel, config)
+    sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": 37}
+    return HuggingFace("GPT2", attn_implementation="sdpa", **sizes)
 
 
 def flex(kind, layers=1, width=32, length=24, device="cpu"):

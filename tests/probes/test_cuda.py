@@ -20,8 +20,6 @@ WAYS = {
     "cuda graphs": lambda model: torch.compile(model, mode="reduce-overhead"),
     "dynamic": lambda model: torch.compile(model, dynamic=True, fullgraph=True),
 }
-
-
 MODELS = {
     "flex": lambda: flex("documents", layers=2, width=128, device="cuda"),
     "Hugging Face, SDPA": lambda: llama("sdpa", 128, 2).cuda(),
