@@ -69,7 +69,7 @@ def test_a_compiled_model_records_the_numbers_of_an_eager_run(model, way):
 def test_a_model_compiled_with_inductor_records_the_numbers_of_an_eager_run(model, compiled):
     expected, losses = monitored(MODELS[model], eager, 4, every=2)
     found, same = monitored(MODELS[model], compiled, 4, every=2)
-    assert torch.allclose(losses, same, rtol=1e-4)
+    assert torch.allclose(losses, same, rtol=1e-5)
     assert_same(found, expected, 1e-3)
 
 
