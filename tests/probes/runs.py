@@ -1,38 +1,37 @@
-"""Small models in training, plain or looked at, and what they were seen to do."""
+"""Train small models, eager or compiled, with a monitor or a clip, and compare what was recorded."""
 
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from attnscale import Monitor, QKClip
-from attnscale.models import CausalTransformer
 
-VOCABULARY = 31
+from .models import tokens
 
-
-def small_model(**changes):
-    """Two layers of two heads."""
-    torch.manual_seed(0)
-    return CausalTransformer(VOCABULARY, **({"d_model": 32, "layers": 2, "heads": 2} | changes))
-
-
-def tokens(step, batch=3, length=24, device="cpu"):
-    """The batch of a step."""
-    drawn = torch.randint(0, VOCABULARY, (batch, length + 1), generator=torch.Generator().manual_seed(step))
-    return drawn.to(device)
+TORCH_WARNINGS = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what torch's compiler imports
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Using `torch.compile"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of vmap over SDPA
+]
+CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # torch's own, which differ from version to version
+]
 
 
 def train(model, run=None, steps=4, *, after=lambda: None, micro=1, rate=0.1, batches=tokens, device="cpu", **autocast):
-    """Losses of so many steps of SGD; `run` is what calls the model, compiled perhaps."""
+    """Return the losses of these steps of SGD; `run` is called in place of the model, for example its compiled form."""
     run = model if run is None else run
     optimizer = torch.optim.SGD(model.parameters(), rate)
     losses = []
     for step in range(steps):
         for part in range(micro):
-            given = batches(100 * part + step, device=device)
+            batch = batches(100 * part + step, device=device)
             with torch.autocast(device, torch.bfloat16, enabled=bool(autocast)):
-                logits = run(given[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), given[:, 1:].flatten())
+                logits = run(batch[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -41,86 +40,68 @@ def train(model, run=None, steps=4, *, after=lambda: None, micro=1, rate=0.1, ba
     return torch.stack(losses).cpu()
 
 
-def monitored(make, compiled, steps=4, *, every=1, rows=None, **training):
-    """Records of a model in training, and its losses: `compiled` makes what runs of a model."""
-    model, records = make(), []
-    run = compiled(model)
-    monitor = Monitor(model, every, rows, [records.append])
+def start_monitor(model, compiled=None, every=1):
+    """Return what runs, a monitor of the model, and the list of its records to come."""
+    records = []
+    run = model if compiled is None else compiled(model)
+    return run, Monitor(model, every, None, [records.append]), records
+
+
+def monitored(make, compiled, steps=4, *, every=1, **training):
+    """Return the records and the losses of a training run; `compiled(model)` is what runs."""
+    model = make()
+    run, monitor, records = start_monitor(model, compiled, every)
     losses = train(model, run, steps, after=monitor.step, **training)
     monitor.close()
     return records, losses
 
 
 def clipped(make, compiled, threshold, steps=4, **training):
-    """A model after training with QKClip, the clip, and its reports."""
-    model, reports = make(), []
+    """Return a model after training with QKClip, and the closed clip."""
+    model = make()
     run = compiled(model)
     clip = QKClip(model, threshold)
-    train(model, run, steps, after=lambda: reports.append(clip.step()), **training)
+    train(model, run, steps, after=clip.step, **training)
     clip.close()
-    return model, clip, [*filter(None, reports)]
+    return model, clip
 
 
-class Reused(nn.Module):
-    """One attention that runs three times in a forward, as ALBERT's does, and one beside it that attends twice."""
-
-    def __init__(self, width=16, heads=2):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY)
-        self.again, self.twice = Attention(width, heads, 1), Attention(width, heads, 2)
-
-    def forward(self, given):
-        x = 0.1 * self.embedding(given)
-        for _ in range(3):
-            x = x + 0.1 * self.again(x)
-        return self.head(x + 0.1 * self.twice(x))
-
-
-class Attention(nn.Module):
-    """Attends so many times in one run, each time with projections of its own."""
-
-    def __init__(self, width, heads, times):
-        super().__init__()
-        self.heads = heads
-        self.made = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(times))
-
-    def forward(self, x):
-        for made in self.made:
-            query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in made(x).chunk(3, -1))
-            if made is self.made[0]:
-                out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            else:
-                out = F.scaled_dot_product_attention(query, key, value)
-            x = x + out.transpose(1, 2).flatten(2)
-        return x
-
-
-class LlamaLogits(nn.Module):
-    """A Hugging Face Llama with two keys for four heads, called with tokens alone."""
-
-    def __init__(self, implementation, width, layers):
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        super().__init__()
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=width, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False, attn_implementation=implementation,
-        )  # fmt: skip
-        self.inner = LlamaForCausalLM(config)
-
-    def forward(self, given):
-        return self.inner(input_ids=given).logits
+def eager(model):
+    return model
 
 
 def whole(backend="aot_eager", **settings):
     return lambda model: torch.compile(model, backend=backend, **settings)
 
 
-WAYS = {  # of compiling a model with `layers`
-    "dynamic": whole(dynamic=True),
-    "no autograd": whole("eager"),
-    "each layer": lambda model: (
-        [layer.compile(backend="aot_eager", fullgraph=True) for layer in model.layers] and model
-    ),
-}
+def each_block(backend="aot_eager"):
+    def compiled(model):
+        for block in model.blocks:
+            getattr(block, "checkpointed", block).compile(backend=backend)
+        return model
+
+    return compiled
+
+
+def assert_same_layers(found, expected, tolerance):
+    assert list(found.layers) == list(expected.layers)
+    for name, layer in expected.layers.items():
+        assert found.layers[name].rows == layer.rows
+        assert set(found.layers[name].numbers) == set(layer.numbers)
+        for number, values in layer.numbers.items():
+            assert found.layers[name].numbers[number] == pytest.approx(values, rel=tolerance, abs=1e-6), (name, number)
+
+
+def assert_same(found, expected, tolerance):
+    assert [record.step for record in found] == [record.step for record in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert_same_layers(one, other, tolerance)
+
+
+def assert_same_parameters(found, expected, rtol=1e-4, atol=1e-6):
+    for (name, wanted), each in zip(expected.named_parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(each, wanted, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_same_classes(found, expected):
+    assert [type(module) for module in found.modules()] == [type(module) for module in expected.modules()]

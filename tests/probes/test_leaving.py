@@ -1,23 +1,23 @@
-"""Models that are moved while they are looked at, and runs that are broken off."""
+"""Probes leave nothing behind: errors, unusual classes, torch.func, export, compiled optimisers, cancelled steps."""
 
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from attnscale import Monitor, QKClip
 from attnscale.errors import NotInsideWarning
 from attnscale.probes import intercept
 
-from .runs import small_model, tokens, train
+from .models import Attention, fused, small_model, tokens
+from .runs import TORCH_WARNINGS, assert_same_parameters, train
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
+pytestmark = TORCH_WARNINGS
 
 
-def test_an_error_in_the_middle_of_tracing_leaves_nothing_in_place():
+def test_an_error_while_compiling_leaves_nothing_patched():
     model = small_model()
 
     def broken(graph, inputs):
@@ -39,72 +39,54 @@ def test_an_error_in_the_middle_of_tracing_leaves_nothing_in_place():
     assert torch.overrides._len_torch_function_stack() == 0
 
 
-def test_the_threshold_is_not_changed_unnoticed():
+def test_the_threshold_of_a_clip_is_read_only():
     clip = QKClip(small_model(), 100.0)
     with pytest.raises(AttributeError):
         clip.threshold = 50.0
     clip.close()
 
 
-class Announced(nn.Module):
-    """Tells whoever keeps a register of layers."""
+class Announced(Attention):
+    """Keep a register of subclasses."""
 
     register: ClassVar[list[str]] = []
 
-    def __init_subclass__(cls, *, family, **given):
-        super().__init_subclass__(**given)
+    def __init__(self):
+        super().__init__(fused, 21, 3)
+
+    def __init_subclass__(cls, *, family, **settings):
+        super().__init_subclass__(**settings)
         cls.register.append(f"{family} {cls.__name__}")
 
 
-class Attention(Announced, family="plain"):
-    def __init__(self):
-        super().__init__()
-        self.heads, self.projections = 3, nn.Linear(21, 63)
-
-    def forward(self, x):
-        query, key, value = self.projections(x).unflatten(-1, (3, self.heads, -1)).transpose(-4, -2).unbind(-3)
-        return F.scaled_dot_product_attention(query, key, value).transpose(-3, -2).flatten(-2)
+class Plain(Announced, family="plain"):
+    pass
 
 
-def test_a_class_that_announces_its_subclasses_is_looked_at_unannounced():
-    model = Attention()
-    with QKClip(model, 0.05) as clip:
-        for _ in range(2):
-            model(torch.randn(2, 5, 21)).sum().backward()
-            clip.step()
-        assert clip.is_inside
-    assert Announced.register == ["plain Attention"]
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of vmap
-class Slotted(nn.Module):
-    """Holds more than any module does."""
-
-    __slots__ = ("more",)
+class Slotted(Attention):
+    __slots__ = ("more",)  # which no module of torch has
 
     def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(21, 21)
-
-    def forward(self, x):
-        x = self.inner(x).unsqueeze(1)
-        return F.scaled_dot_product_attention(x, x, x)
+        super().__init__(fused, 21, 3)
 
 
-def test_a_class_with_slots_is_looked_at():
-    model = Slotted()
+@pytest.mark.parametrize("kind", [Plain, Slotted])
+def test_a_class_with_slots_or_a_register_of_subclasses_takes_probes(kind):
+    model = kind()
     with QKClip(model, 0.05) as clip:
         for _ in range(3):
             model(torch.randn(2, 5, 21)).sum().backward()
             assert clip.step() is not None
+            with torch.no_grad():
+                model.projections[0].weight.mul_(10)  # so that the next step clips too
         assert clip.is_inside
-    assert type(model) is Slotted
+    assert type(model) is kind
+    assert Announced.register == ["plain Plain"]
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of whoever maps over SDPA first
-def test_gradients_of_each_sample_by_torch_func_run_on():
+def test_gradients_of_each_sample_by_torch_func_are_unchanged():
     torch.manual_seed(0)
-    model, x = Attention(), torch.randn(2, 5, 21)
+    model, x = Plain(), torch.randn(2, 5, 21)
 
     def loss(parameters, sample):
         return functional_call(model, parameters, (sample.unsqueeze(0),)).square().sum()
@@ -125,8 +107,8 @@ def test_gradients_of_each_sample_by_torch_func_run_on():
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
-def test_a_model_is_exported_and_traced_as_if_nobody_looked():
-    model, x = Attention().eval(), torch.randn(2, 5, 21)
+def test_a_probed_model_is_exported_and_traced_as_a_plain_one():
+    model, x = Plain().eval(), torch.randn(2, 5, 21)
     expected = str(torch.export.export(model, (x,)).graph)
     with QKClip(model, 0.05) as clip:
         model(x).sum().backward()
@@ -140,7 +122,7 @@ def test_a_model_is_exported_and_traced_as_if_nobody_looked():
     assert found == wanted
 
 
-def test_a_clip_that_is_attached_to_a_compiled_optimiser_is_no_part_of_its_graph(caplog):
+def test_a_clip_attached_to_a_compiled_optimiser_is_no_part_of_its_graph(caplog):
     expected, model = small_model(), small_model()
     with QKClip(expected, 0.05) as clip:
         train(expected, after=clip.step)
@@ -155,11 +137,10 @@ def test_a_clip_that_is_attached_to_a_compiled_optimiser_is_no_part_of_its_graph
             optimizer.zero_grad()
         assert clip.steps == 4
     assert "attnscale" not in caplog.text  # Dynamo tells of what it could not trace
-    for wanted, found in zip(expected.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted)
+    assert_same_parameters(model, expected, 1.3e-6, 1e-5)
 
 
-def test_a_backward_after_its_step_was_cancelled_changes_no_record_of_the_next():
+def test_a_backward_after_its_step_was_cancelled_changes_no_later_record():
     def gradients(late):
         model, records = small_model(), []
         monitor = Monitor(model, every=1, rows=None, sinks=[records.append])

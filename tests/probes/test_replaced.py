@@ -1,6 +1,7 @@
-"""Modules and parameters that are replaced or converted while a model is looked at: followed anew, nothing stale."""
+"""A model whose modules or parameters are replaced or converted while it is measured is traced again."""
 
 import gc
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -9,21 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import attnscale
-from attnscale import Monitor, QKClip
+from attnscale import QKClip
+from attnscale.errors import NotFollowedWarning, NotInsideWarning
 
-from .runs import small_model, tokens, train
+from .models import small_model, tokens
+from .runs import TORCH_WARNINGS, assert_same_classes, assert_same_parameters, start_monitor, train, whole
 
-pytestmark = [  # torch's own
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what its compiler imports
-    pytest.mark.filterwarnings("ignore:Using `torch.compile"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = TORCH_WARNINGS
 THRESHOLD = 0.05
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
 
 
 def replace_attention(model):
@@ -65,7 +59,7 @@ def largest(model, step):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_clip_inside_follows_the_model_anew(change):
+def test_a_clip_traces_a_changed_model_again(change):
     model, reports = small_model(), []
     with QKClip(model, THRESHOLD) as clip:
         train(model, steps=2, after=clip.step)
@@ -81,65 +75,53 @@ def test_a_clip_inside_follows_the_model_anew(change):
         train(model, steps=1, rate=0.0, after=lambda: reports.append(clip.step()))
     assert {head.layer for head in reports[-1].heads} == set(largest(model, 0))
     assert all((each <= 1.1 * THRESHOLD).all() for each in largest(model, 0).values())
-    plain = {type(module) for module in small_model().modules()}
-    assert {type(module) for module in model.modules()} == plain
-
-
-@pytest.mark.parametrize("change", [replace_attention, convert])
-def test_a_monitor_inside_records_the_model_as_it_is(change):
-    model, records, watched = small_model(), [], []
-    run = torch.compile(model, backend="aot_eager")
-    monitor = Monitor(model, 1, None, [records.append])
-    train(model, run, 2, after=monitor.step)
-    monitor.cancel()
-    change(model)
-    for _ in range(2):
-        expected = largest(model, 0)
-        monitor.begin()
-        train(model, run, 1, after=monitor.step)
-        monitor.cancel()
-        watched.append((expected, records[-1]))
-    monitor.close()
-    assert len(records) == 4
-    for expected, record in watched:
-        assert set(record.layers) == set(expected)
-        for name, values in expected.items():
-            assert record.layers[name].numbers["max"] == pytest.approx(values.tolist(), rel=1e-4)
     assert {type(module) for module in model.modules()} == {type(module) for module in small_model().modules()}
 
 
-def test_a_module_that_is_replaced_in_the_middle_of_a_sampled_step_is_told_and_followed():
-    model, records = small_model(), []
-    run = torch.compile(model, backend="aot_eager")
-    monitor = Monitor(model, 1, None, [records.append])
+def replace_forward(model):
+    model.blocks[0].attention.forward = model.blocks[1].attention.forward  # its class does not show what it does now
+
+
+@pytest.mark.parametrize(
+    ("change", "is_inside_step"),
+    [(replace_attention, False), (convert, False), (replace_attention, True), (replace_forward, True)],
+)
+def test_a_monitor_records_a_changed_model_as_it_is_now(change, is_inside_step):
+    model = small_model()
+    run, monitor, records = start_monitor(model, whole())
     train(model, run, 2, after=monitor.step)
-    replace_attention(model)
-    with pytest.warns(attnscale.errors.NotFollowedWarning, match="differs from the trace"):
-        train(model, run, 1, after=monitor.step)
-    expected = largest(deepcopy(model), 0)
-    train(model, run, 1, after=monitor.step)
+    if is_inside_step:
+        change(model)
+        with pytest.warns(NotFollowedWarning, match="differs from the trace"):
+            train(model, run, 1, after=monitor.step)
+    else:
+        monitor.cancel()
+        change(model)
+        monitor.begin()
+    reason = r"blocks\.0\.attention: its forward was replaced"
+    with pytest.warns(NotInsideWarning, match=reason) if change is replace_forward else nullcontext():
+        for _ in range(2):
+            expected = largest(deepcopy(model), 0)
+            train(model, run, 1, after=monitor.step)
+            assert set(records[-1].layers) == set(expected)
+            for name, values in expected.items():
+                assert records[-1].layers[name].numbers["max"] == pytest.approx(values.tolist(), rel=1e-4)
     monitor.close()
-    for name, values in expected.items():
-        assert records[-1].layers[name].numbers["max"] == pytest.approx(values.tolist(), rel=1e-4)
+    assert len(records) == (5 if is_inside_step else 4)
+    assert_same_classes(model, small_model())
 
 
-def with_new_data(model, after, steps=4, rate=0.1):
-    """A loop that gives every parameter other data at each step."""
-    for step in range(steps):
-        given = tokens(step)
-        F.cross_entropy(model(given[:, :-1]).flatten(0, 1), given[:, 1:].flatten()).backward()
-        for parameter in model.parameters():
-            parameter.data, parameter.grad = parameter.data - rate * parameter.grad, None
-        after()
-
-
-def test_parameters_that_are_given_other_data_at_every_step_are_clipped_at_every_step():
-    expected, model, told, reports = small_model(), small_model(), [], []
+def test_parameters_that_take_other_data_at_every_step_are_clipped_at_every_step():
+    expected, model, wanted, reports = small_model(), small_model(), [], []
     with QKClip(expected, THRESHOLD) as clip:
-        train(expected, after=lambda: told.append(clip.step()))
+        train(expected, after=lambda: wanted.append(clip.step()))
     with QKClip(model, THRESHOLD) as clip:
-        with_new_data(model, lambda: reports.append(clip.step()))
+        for step in range(4):
+            batch = tokens(step)
+            F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+            for parameter in model.parameters():
+                parameter.data, parameter.grad = parameter.data - 0.1 * parameter.grad, None
+            reports.append(clip.step())
         assert clip.is_inside
-    assert [len(report.heads) for report in reports] == [len(report.heads) for report in told]
-    for wanted, found in zip(expected.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted)
+    assert [len(report.heads) for report in reports] == [len(report.heads) for report in wanted]
+    assert_same_parameters(model, expected, 1.3e-6, 1e-5)
