@@ -11,10 +11,8 @@ from attnscale.train.run import LayerRun, Run, summarise
 from attnscale.train.sinks import JsonLines
 
 if TYPE_CHECKING:
-    from attnscale.train.huggingface import ScoreCallback
-    from attnscale.train.huggingface_clip import QKClipCallback
-    from attnscale.train.lightning import LightningScoreCallback
-    from attnscale.train.lightning_clip import LightningQKClipCallback
+    from attnscale.train.huggingface import QKClipCallback, ScoreCallback
+    from attnscale.train.lightning import LightningQKClipCallback, LightningScoreCallback
 
 __all__ = [
     "JsonLines",
@@ -36,9 +34,9 @@ __all__ = [
 
 _CALLBACKS = {
     "ScoreCallback": "huggingface",
-    "QKClipCallback": "huggingface_clip",
+    "QKClipCallback": "huggingface",
     "LightningScoreCallback": "lightning",
-    "LightningQKClipCallback": "lightning_clip",
+    "LightningQKClipCallback": "lightning",
 }
 
 

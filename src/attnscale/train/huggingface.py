@@ -1,4 +1,4 @@
-"""ScoreCallback: a Monitor in the Hugging Face Trainer, and records in the trainer's own log."""
+"""Callbacks of the Hugging Face Trainer: a Monitor with its records in the trainer's own log, and QK-Clip."""
 
 import inspect
 import warnings
@@ -8,15 +8,15 @@ from functools import wraps
 from typing import Any
 
 from attnscale.errors import SettingError, SinkWarning
-from attnscale.train.callbacks import DrivenMonitor, LogChoice
+from attnscale.train.callbacks import DrivenMonitor, DrivenQKClip, LogChoice
 from attnscale.train.record import Record
 from attnscale.train.sinks import scalars
 
 try:
-    from transformers import TrainerCallback, TrainerState
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler, ExportableState, PrinterCallback, ProgressCallback
 except ImportError:
-    raise SettingError("ScoreCallback needs the package transformers; run 'pip install attnscale[hf]'.") from None
+    raise SettingError("This callback needs the package transformers; run 'pip install attnscale[hf]'.") from None
 
 
 class ScoreCallback(DrivenMonitor, TrainerCallback, ExportableState):
@@ -138,3 +138,48 @@ def calling_trainer(is_logged: bool = True) -> Any | None:
             stacklevel=3,
         )
     return None
+
+
+class QKClipCallback(DrivenQKClip, TrainerCallback, ExportableState):
+    """Keep scores below a threshold, after every step of the optimiser; takes QKClip's arguments, and `log`.
+
+    The number of heads clipped since the last log goes to the trainer's own log, unless `log=False`.
+
+    The threshold is saved in trainer_state.json of each checkpoint, and restored when training resumes.
+
+        Trainer(..., callbacks=[attnscale.train.QKClipCallback(threshold=100.0)])
+    """
+
+    _log: TrainerLog | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"args": {}, "attributes": {} if self.clip is None else {"remembered": self.clip.state_dict()}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin, or continue from a checkpoint."""
+        optimizer = kwargs.get("optimizer")
+        self.start(
+            kwargs["model"], [] if optimizer is None else [optimizer], remembered(self, state), state.global_step
+        )
+        trainer = calling_trainer() if self._is_logged else None
+        self._log = None if trainer is None else TrainerLog(trainer, self)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Clip after a step of the optimiser."""
+        self.clip_step()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add the number of clipped heads to the trainer's log."""
+        if self._log is not None and "loss" in (kwargs.get("logs") or ()):
+            self._log.add(self.take_log(), state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop, and remove everything from the model."""
+        self.stop()
