@@ -95,3 +95,15 @@ def test_a_replay_launches_what_its_function_would(monkeypatch, replayed, made):
         for found, pointer in zip(arguments[:tensors], pointers[:tensors], strict=True):
             is_scratch = not any(0 <= pointer - each.data_ptr() < each.nbytes for each in known)
             assert found == pointer or is_scratch
+
+
+def test_a_function_that_launches_no_kernel_runs_each_time(monkeypatch):
+    monkeypatch.setattr(replay.Replay, "_can_replay", lambda *_: True)
+    given, (buffer,), constants = largest_scores()
+    monkeypatch.setattr(launch, "_are_taken", lambda vectors: False)
+    buffer[:, maxima.LIMIT] = -1e9
+    mine = replay.Replay(maxima._raise_largest)
+    for _ in range(3):
+        buffer[2, :heads] = -torch.inf
+        mine(given, (buffer,), *constants)
+        assert buffer[2, :heads].isfinite().all()
