@@ -127,7 +127,7 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def sizes_vary(*sizes: int) -> bool:
-    """Return True if torch.compile is tracing with symbolic sizes, which a Python loop over them would specialise."""
+    """Return True if torch.compile traces with symbolic sizes; a Python loop over them would specialise them."""
     if not torch.compiler.is_compiling():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -269,7 +269,7 @@ def dispatch_keys() -> tuple[Any, Any]:
 
 
 def with_dispatch_keys(keys: tuple[Any, Any]) -> AbstractContextManager[Any]:
-    """Return a context with these dispatch keys; what Inductor compiled runs without those of torch.vmap."""
+    """Return a context with these dispatch keys; graphs compiled by Inductor run without the keys of torch.vmap."""
     found: AbstractContextManager[Any] = _force_keys(*keys, otherwise=nullcontext())
     return found
 
@@ -338,7 +338,7 @@ def constant_in_graphs(function: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def never_compiled(function: Called) -> Called:
-    """Exclude a function from compilation; torch.compiler.disable would import all of Dynamo."""
+    """Exclude a function from compilation. Do not use torch.compiler.disable: it imports all of Dynamo."""
     found: Called = _disabled(function, otherwise=function)
     return found
 

@@ -17,7 +17,7 @@ NOT_LEFT_OUT = np.zeros(1, dtype=np.bool_)  # document of all keys: only rows of
 COUNTING_ROWS = 256  # rows per block; counting converts masks to integers, and blocks limit the memory
 # A mask value below this hides a key. Common ones are −1e9, −1e20 and the lowest numbers of float32 and bfloat16.
 NEVER_A_SCORE = -1e8
-# A mask value this far below the highest one hides a key too, because e^−50 is negligible. Swin subtracts 100, old
+# A mask value this far below the mask's highest hides a key too, because e^−50 is negligible. Swin subtracts 100, old
 # BERTs subtract 10,000.
 HIDING_GAP = 50.0
 

@@ -1,7 +1,7 @@
 """Read the scale, the soft-cap and attnscale's rules from the attributes of an attention module.
 
 `self.scale` may also weight a residual branch. So the source code of the class is parsed: does it multiply or divide a
-query, a key or scores by the attribute, or pass it on as a `scale`? Code that a fused path does not run counts too: a
+query, a key or scores by the attribute, or pass it on as a `scale`? Code that only the slow path runs counts too: a
 fused path often ignores the scale silently.
 """
 
@@ -53,7 +53,7 @@ def attribute_scale(around: Parents, head_dim: int) -> tuple[float, str, tuple[f
         use = _use_in_code(module, name)
         scale, readings = _readings(numbers[name], use, head_dim)
         products = tuple(scale * factor for other in others for factor in (numbers[other], 1 / numbers[other]))
-        outright = (numbers[name],) if name in UNMISTAKABLE else ()  # also if its square equals 1/√d_k
+        outright = (numbers[name],) if name in UNMISTAKABLE else ()  # even if its square equals 1/√d_k
         sure = bool(outright) or use is not None
         return scale, _source(path, name), readings + outright + products, sure
     return None

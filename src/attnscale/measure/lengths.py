@@ -9,7 +9,7 @@ from attnscale.measure.cuda.launch import is_intercepted, kernels_take
 from attnscale.numerics import lengths, wide_dtype
 from attnscale.visibility import EVERYTHING
 
-BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
+BOUND_SLACK = 1e-5  # larger than the rounding error of a float32 norm
 
 
 def head_lengths(vectors: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def head_lengths(vectors: Tensor) -> Tensor:
 def mean_lengths(
     query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)
 ) -> tuple[Tensor, Tensor]:
-    """Return the root mean square norm of the queries of each head, and of the keys that it uses.
+    """Return the root mean square norm of the queries, and of the keys, that each head uses.
 
     `left_out`, boolean (batch or 1, positions) for each of the two, excludes positions. If it would exclude all
     positions, it is ignored.

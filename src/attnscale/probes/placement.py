@@ -1,4 +1,4 @@
-"""Placement of probes: the modules of a model with probes by a plan, and those without.
+"""Placement of probes: the modules of a model that get probes by a plan, and the modules that do not.
 
 Fallback modules run under the tracer. Late modules did not run in the trace.
 """
@@ -49,7 +49,7 @@ class Placement:
         files = {call.line[0] for each in plan.modules.values() for call in each.calls if call.line is not None}
         runs_eager = not all(each.is_compiled for each in plan.modules.values())
         self._names = names_of_sdpa(files) if runs_eager else []
-        self.buffers: dict[torch.device, NumbersBuffer] = {}  # reused by a monitor at every sampled step
+        self.buffers: dict[torch.device, NumbersBuffer] = {}  # a monitor reuses them at every sampled step
         self.slots: dict[str, tuple[Any, Slot]] = {}  # also reused: a ModuleProbe and the tensors of its module
         self._layouts = {path: layouts_of(plan.modules[path]) for path in self.modules}
 

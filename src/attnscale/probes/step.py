@@ -75,7 +75,7 @@ class _ProbedStep:
         self.modules: list[ModuleProbe] = []
         self._own = threading.local()
         self._own.is_own_thread = True
-        self._dispatch_keys = dispatch_keys()  # which a compiled graph may change
+        self._dispatch_keys = dispatch_keys()  # saved, because a compiled graph may change them
         for buffer in placement.buffers.values():
             buffer.begin()
 
@@ -152,11 +152,11 @@ class ModuleProbe:
 
     def __init__(self, path: str, plan: ModulePlan) -> None:
         self.path, self._plan = path, plan
-        self.step: _ProbedStep | None = None  # present step, None between sampled steps
+        self.step: _ProbedStep | None = None  # the current step; None between sampled steps
 
         self.runs = 0  # runs of the module in this step
         self._waiting: list[ProbedCall] = []  # compiled calls before their backward pass
-        self._without: list[ProbedCall] = []  # calls without gradients; recomputation may still provide them
+        self._without: list[ProbedCall] = []  # calls without gradients; a recomputation may still provide them
 
     def begin(self, step: _ProbedStep) -> None:
         """Start measuring for a step."""
@@ -254,8 +254,8 @@ def _measure_by_rows(call: ProbedCall, given: AttentionCall, settings: Settings)
 
 
 def _measure_flex(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:
-    """Measure a call of FlexAttention by its rows: its functions are called with their scores."""
-    assert given.modification is not None  # or it is a call of SDPA
+    """Measure a call of FlexAttention by its rows: apply score_mod and mask_mod to the scores of the rows."""
+    assert given.modification is not None  # otherwise it is a call of SDPA
     functions, buffers = given.modification
     score_mod, mask_mod, own = MODIFICATIONS[functions]
     modify = modified_by(score_mod, mask_mod, buffers[:own], buffers[own:])
@@ -266,7 +266,7 @@ def _measure_flex(call: ProbedCall, given: AttentionCall, settings: Settings) ->
 
 
 def _measure_by_scores(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:
-    """Measure a written-out attention from its scores, without a synchronisation."""
+    """Measure a hand-written attention from its scores, without a synchronisation."""
     planned, rows = call.planned.written, settings.rows
     assert planned is not None  # calls of SDPA have no scores
     assert given.scores is not None
@@ -309,10 +309,10 @@ def _add_lengths(
 
 
 def _scale_arguments(planned: PlannedCall, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, float | None, float]:
-    """Return what the scale is measured by.
+    """Return the arguments from which a scale is measured.
 
-    These are positions of rows, the planned multiplier of q·k, the scale that it stands for, the soft-cap, and the
-    least relative difference from the plan that counts.
+    They are: positions of rows, the planned multiplier of q·k, the scale that corresponds to it, the soft-cap, and the
+    smallest relative difference from the plan that is not ignored.
     """
     written = planned.written
     assert written is not None

@@ -36,7 +36,7 @@ class Step:
     back: Map | None = None  # None: same coordinates
     effect: Effect = "same"
     operand: float | Tensor | None = None
-    # set if the result is a view, to follow writes to it: a map from the operand to the view, and the operand
+    # set for views, to follow writes to them: a map from the operand to the view, and the operand
     view: tuple[Map, TensorWeakRef] | None = None
     added: "Node | None" = None  # node added to the value; for a normalisation, its bias
     multiplied: "Node | None" = None  # node multiplied with it; for a normalisation, its gain

@@ -1,7 +1,7 @@
 """Axes: find which axes of a softmax's input hold keys, queries, heads and batch entries.
 
-Each axis is identified by moving one step along it and following that to the product. So any order and any merging of
-axes is understood, and `k @ qᵀ` as well as `q @ kᵀ`.
+Each axis is identified by a move of one step along it, which is followed to the product. This works for any order and
+merging of axes, and for `k @ qᵀ` as well as `q @ kᵀ`.
 """
 
 import math
@@ -52,7 +52,7 @@ class Operand(NamedTuple):
         return bool((first == groups * size).all()) and np.array_equal(step, np.arange(size))
 
     def by_head(self, first: Indices, step: Indices) -> "Operand":
-        """Return (batch, heads, length, features): vector n of head [b, h] is row `first[b, h] + step[n]` of all rows.
+        """Return (batch, heads, length, features); vector n of head [b, h] is row `first[b, h] + step[n]` of all rows.
 
         The tensor is a view where possible.
         """
@@ -254,9 +254,9 @@ def _sums_over_positions(product: Product) -> bool:
 
 
 def heads_of(found: list[tuple[object, ...]]) -> Indices | None:
-    """Return the places of each head, (batch, heads), from their channels; None if they are irregular.
+    """Return the indices of each head's groups, (batch, heads), from the groups' channels; None if they are irregular.
 
-    Places with one channel are one head in several batch entries.
+    Groups with the same channel are one head in several batch entries.
     """
     members: dict[tuple[object, ...], list[int]] = {}
     for place, channel in enumerate(found):

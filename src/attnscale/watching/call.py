@@ -39,9 +39,9 @@ class Scored(NamedTuple):
     padding: Tensor | None  # (batch, queries): True for padding queries
     wiring: Wiring
     highest_bias: float = 0.0  # largest value added to a score
-    reading: Reading = Reading()  # without the operations before the product
+    reading: Reading = Reading()  # does not cover the operations before the product
     sinks: Tensor | None = None
-    rows: Rows | None = None  # the scores; None if the kernel's arguments tell them
+    rows: Rows | None = None  # the scores; None if the kernel's arguments determine them
     explained: float = 1.0  # share of the variance of the scores that q·k explains
 
 
@@ -56,7 +56,7 @@ class AttentionCall:
     visibility: Visibility = EVERYTHING
     value: Tensor | None = None
     width: int | None = None  # width of the projection's input, if known
-    attends_itself: bool = False  # known to be self-attention; otherwise the lineage tells
+    attends_itself: bool = False  # known to be self-attention; if False, the lineage decides
     over_pairs: bool = False  # the softmax runs over queries and keys at once
 
     def scored(self, rows: int | None) -> Scored:
@@ -179,7 +179,7 @@ class AttentionCall:
         batch, heads, length, _ = self.query.shape
         counted = np.ones((batch, length), dtype=bool) if padding is None else ~padding.cpu().numpy()
         rows = counted.sum(1)
-        counted |= rows[:, None] == 0  # a factor is needed for an entry of nothing but padding, too
+        counted |= rows[:, None] == 0  # an entry with only padding needs a factor too
         shares = np.linspace(0, 1, PROBED_ROWS)
         kept = [np.flatnonzero(entry) for entry in counted]
         positions = np.stack([each[(shares * (len(each) - 1)).round().astype(int)] for each in kept])
@@ -192,7 +192,7 @@ class AttentionCall:
         return np.where(factor == 0, 1.0, np.abs(factor)), average
 
     def _sampled(self, query: Tensor, excluded: tuple[Tensor | None, Tensor | None], every: bool) -> Any:
-        """Return evenly spaced queries and keys, or all of them, and which of these to exclude."""
+        """Return evenly spaced queries and keys, or all of them, and masks of those to exclude."""
         sides = []
         for vectors, left_out in zip((query, self.key.detach()), excluded, strict=True):
             step = 1 if every else max(1, vectors.shape[2] // NORMED_ROWS)
@@ -286,6 +286,6 @@ def _by_head(factor: Factors, like: Tensor) -> Tensor:
 
 
 def _before(norm: Tensor, path: ProjectionPath) -> Tensor:
-    """Return the norm of the vectors before these factors multiplied them."""
+    """Return the norm that the vectors had before they were multiplied by the factors of this path."""
     factor = np.abs(path.factor).mean(1)
     return norm if (factor == 1).all() else norm / constant_on(norm.device, factor)

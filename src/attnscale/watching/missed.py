@@ -28,8 +28,8 @@ class MissedAttention:
     """Softmaxes and modules that may be attention but belong to no measured layer."""
 
     softmaxes: Counter[str] = field(default_factory=Counter)  # count per module; no product of two activations found
-    mixing: tuple[str, ...] = ()  # modules in which such weights, or exponentials, mix values
-    modules: tuple[str, ...] = ()  # named after attention, but none ran in them
+    mixing: tuple[str, ...] = ()  # modules in which these softmaxes, or exponentials, mix values
+    modules: tuple[str, ...] = ()  # named after attention, but no attention ran in them
     nothing: str = ""  # why there is no layer; empty if there is one
 
     @property

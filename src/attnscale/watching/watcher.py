@@ -48,7 +48,7 @@ class Settings:
     rows: int | None = DEFAULT_ROWS
     keep: bool = False
     training: bool = False
-    may_be_empty: bool = False  # finding no attention in a model that ran is no error
+    may_be_empty: bool = False  # a model that runs without attention is no error
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -82,10 +82,10 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's class is untyped
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, traits = kwargs or {}, traits_of(func)
         if in_backward() or not self.stack.stack or self.stack.is_over:
-            return func(*args, **kwargs)  # a backward pass, which may recompute calls, or code outside the model
+            return func(*args, **kwargs)  # in a backward pass, which may recompute calls, or outside the model
         if not PLAIN_TENSORS.issuperset(types) and any(map(_is_special, types)):
             if is_fake(types):
-                return func(*args, **kwargs)  # it has no values: sharded tensors compute their layout with it
+                return func(*args, **kwargs)  # without values: sharded tensors compute their layout with it
             return NotImplemented  # a sharded or quantised tensor: receive its inner operations instead
         if traits.is_composite and not (any(map(is_nested, args)) or _is_fused(traits, args)):
             with self:

@@ -1,6 +1,6 @@
 """Hand-written attention: a product of two activations, and the softmax computed from it.
 
-The multiplier of q·k is read from the operations in between and checked against the scores, which win if they differ.
+The multiplier of q·k is read from the operations in between. If it disagrees with the scores, the scores decide.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ FACTOR_OF_ONE = 1e-6
 
 
 def written_call(product: Product, node: Node, axis: int, scores: Tensor) -> "WrittenCall | None":
-    """Return the attention of a softmax over this axis of `scores`; None if these cannot be followed to the product."""
+    """Return the attention of a softmax over this axis of `scores`; None if scores cannot be followed to a product."""
     axes = find_axes(product, node, axis)
     if axes is None:
         return None
@@ -177,7 +177,7 @@ class WrittenCall(AttentionCall):
 
     @property
     def is_pure(self) -> bool:
-        """True if other terms in the scores do not distort a fitted slope."""
+        """True if a fitted slope is not distorted by other terms in the scores."""
         impure = self._adds or self.trace.blended or self.trace.dropped or self.over_pairs
         return not impure and self.softcap is None
 
@@ -222,7 +222,7 @@ class WrittenCall(AttentionCall):
         return int(shown[0]), int(len(self.axes.columns) - 1 - shown[-1])
 
     def _saved(self, *given: Any) -> SavedCall | None:
-        """Save the call; None if scales · q·k are not all of its features, or not by row and key."""
+        """Save the call; None if scales · q·k lack some of its features, or its scores are not one per row and key."""
         has_inner_sinks = sum(self.sink_columns) + self.key.shape[2] != len(self.axes.columns)
         return None if self._parts or self.over_pairs or has_inner_sinks else super()._saved(*given)
 
@@ -273,7 +273,7 @@ class WrittenCall(AttentionCall):
 
     @cached_property
     def finite_gaps(self) -> list[tuple[float, float]]:
-        """(gap, largest value) of each mask whose gap is so small that a score can have it, too."""
+        """(gap, largest value) of each mask whose gap is so small that scores can differ by as much."""
         gaps = [(hiding_gap(bias), float(bias.max()), by) for bias, by in self.biases if bias.numel()]
         found = [(gap * abs(by), highest * by) for gap, highest, by in gaps if gap is not None]
         return [(gap, highest) for gap, highest in found if HIDING_GAP <= gap < -NEVER_A_SCORE]

@@ -1,9 +1,9 @@
 """Combine the sums of rows into statistics of heads, in float64, in a fixed order and in one launch.
 
-Each program pools some rows of a head, and whichever comes last adds up what all of them left. Where few rows were
-looked at, over spans of keys, one program a head merges the spans of each row and weighs the rows by the positions that
-they stand for. The last program writes a row of the table for each head: NUMBERS, SUMS and FINISHED of
-`attnscale.measure.pooled`, and two of the numbers as whole ones.
+Each program pools some rows of a head, and the last program to finish adds up the results of all. If few rows were
+sampled, over spans of keys, one program per head merges the spans of each row and weights the rows by the number of
+positions that they represent. The last program writes a row of the table for each head: NUMBERS, SUMS and FINISHED of
+`attnscale.measure.pooled`, and two of the numbers as integers.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -53,7 +53,7 @@ POOLED_ROWS = 128  # pooled at once, four for each thread of one warp, so that s
 SAMPLED_ROWS = 64  # pooled at once
 
 
-# What may be a part of a larger tensor is not specialised by alignment.
+# Arguments that may be parts of larger tensors are not specialised by alignment.
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["bounds_at", "sinks_at", "table_at"])
 def finish_kernel(
     sums_at,
@@ -108,7 +108,7 @@ def finish_kernel(
             deviation = tl.load(at + 5 * plane, mask=kept, other=0.0).to(tl.float64)
             row_first = tl.load(at + 6 * plane, mask=kept, other=0.0)
         outcomes = visible
-        if HAS_SINKS:  # one more key, as in RowSums.with_sinks()
+        if HAS_SINKS:  # a virtual key, as in RowSums.with_sinks()
             logit = tl.load(sinks_at + head)
             beyond = logit - tl.where(kept, largest, 0.0).to(tl.float64)  # rows without keys would give −∞ − −∞
             raised, below = tl.maximum(beyond, 0.0), tl.minimum(tl.maximum(beyond, VANISHED), 0.0)
@@ -231,7 +231,7 @@ def _write_row(to, sums, largest, bound, above):
     tl.store(finished_at + 3, tl.sqrt(within))
     tl.store(to + ENTROPY_COLUMN, _value(sums, ENTROPY) / rows)
     some = tl.where(several > 0.0, several, float("nan"))  # undefined if every row sees one key
-    with_sink = tl.where(_value(sums, LEARNED) > 0.0, rows, float("nan"))  # no learned sink joined the denominators
+    with_sink = tl.where(_value(sums, LEARNED) > 0.0, rows, float("nan"))  # NaN without a learned sink
     below = tl.where(field == RATIO, some, tl.where(field == LEARNED, with_sink, rows))
     means = sums / below  # from the entropy ratio to the learned sink, in the order of FINISHED
     tl.store(to + RATIO_COLUMN - RATIO + field, means, mask=(field >= RATIO) & (field <= LEARNED))
@@ -278,8 +278,8 @@ def finish(
 ) -> Tensor:
     """Return the table of the heads whose rows have these sums, (SUMS, spans, batch, heads, rows).
 
-    Rows over several spans, or that were sampled, have `weights`: how many positions each row of an entry stands for.
-    `bounds`, float32 (heads,), are upper bounds of the scores of each head, if any is known but the largest score.
+    `weights` is needed for sampled rows and for several spans: the number of positions that each row represents.
+    `bounds`, float32 (heads,), are upper bounds of each head's scores, if they differ from the largest measured score.
     `sinks`, float64 (heads,), are learned logits that join the denominators.
     """
     _, spans, batch, heads, count = sums.shape

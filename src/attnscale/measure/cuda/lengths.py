@@ -116,7 +116,7 @@ def add_lengths_(
 ) -> None:
     """Add Σ‖x‖², the number of vectors and the largest ‖x‖² of queries and keys to `sums`, float64 (2, 3, heads).
 
-    Those of a key are added for each query head that has it. What is left out is (batch or 1, length), boolean.
+    The sums of a key head are added for each query head that shares it. Masks are boolean, (batch or 1, length).
     """
     launch_lengths((unit_stride(query), unit_stride(key), rows_left_out, keys_left_out), (sums,))
 

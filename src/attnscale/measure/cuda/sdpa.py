@@ -1,7 +1,7 @@
 """Torch's fused kernels, called so that a forward returns its lse and a backward can use it.
 
-No score of a row lies above its lse, ln Σ eˢ, nor the lse above the largest score by more than ln n: of rows that are
-not looked at, it bounds the maximum better than any norm, and costs nothing.
+The lse of a row, ln Σ eˢ, is at least its largest score, and at most ln n above it. For rows that are not sampled, it
+is a tighter bound of the maximum than any norm, at no cost.
 """
 
 from collections.abc import Callable

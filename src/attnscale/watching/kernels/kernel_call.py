@@ -51,7 +51,7 @@ class KernelCall(AttentionCall):
     drops: bool = False  # applies dropout to the weights
     hidden: Tensor | None = None  # keys that the mask hides from every query; None: computed from the mask
     lse: Tensor | None = None  # log-sum-exp of every row, (batch, heads, q_len), if the kernel returned it
-    # query and key with heads merged into the batch, and a function that separates them; None: heads have an axis
+    # query and key with heads merged into the batch, and a function that separates heads; None: heads have an axis
     heads_in_batch: tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None = None
     softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # collects how its weights are used
 
@@ -142,7 +142,7 @@ class KernelCall(AttentionCall):
         return are_paired_otherwise(keys, channels(value, grid(1, len(keys), 1, 1)))
 
     def scores(self, positions: Tensor) -> Tensor:
-        """Return the scores of these rows, (batch, heads, rows, keys), before any soft-cap, mask or modification."""
+        """Return the scores of these rows, (batch, heads, rows, keys), before soft-cap, mask and modification."""
         query = self.query[:, :, positions.to(self.query.device)].to(wide_dtype(self.query))
         return query @ self.key.repeat_interleave(self.group, 1).to(query.dtype).mT * self.scale
 
