@@ -243,7 +243,7 @@ def multiply_each_(tensors: list[Tensor], factors: list[Tensor]) -> None:
         torch._foreach_mul_(tensors, factors)
 
 
-def held_by(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Module | None]]:
+def submodules_of(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Module | None]]:
     """Return the direct submodules of each module by name; children() is several times slower."""
     return list(map(attrgetter("_modules"), modules))
 
@@ -258,7 +258,7 @@ def in_transform() -> bool:
     return _transforms() is not None
 
 
-def looks_on() -> bool:
+def has_mode() -> bool:
     """Return True if a mode or a torch.func transform is active, which a raw kernel launch would bypass."""
     return bool(modes_in_place()) or bool(_function_modes(otherwise=True)) or in_transform()
 

@@ -130,18 +130,18 @@ def _scaling_attributes(kind: type) -> dict[str, str]:
     for node in ast.walk(tree):
         match node:
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                found |= {_own(right): "times"} if _is_scored(left) else {}
-                found |= {_own(left): "times"} if _is_scored(right) else {}
+                found |= {_attribute_of_self(right): "times"} if _is_scored(left) else {}
+                found |= {_attribute_of_self(left): "times"} if _is_scored(right) else {}
             case ast.BinOp(left=left, op=ast.Div(), right=right) if _is_scored(left):
-                found[_own(right)] = "over"
+                found[_attribute_of_self(right)] = "over"
             case ast.AugAssign(target=target, op=ast.Mult() | ast.Div() as op, value=value) if _is_scored(target):
-                found[_own(value)] = "times" if isinstance(op, ast.Mult) else "over"
+                found[_attribute_of_self(value)] = "times" if isinstance(op, ast.Mult) else "over"
             case ast.keyword(arg=name, value=value) if name in SCALE_KEYWORDS:
-                found |= dict.fromkeys(map(_own, ast.walk(value)), "times")
+                found |= dict.fromkeys(map(_attribute_of_self, ast.walk(value)), "times")
     return {name: use for name, use in found.items() if name}
 
 
-def _own(node: ast.AST) -> str | None:
+def _attribute_of_self(node: ast.AST) -> str | None:
     match node:
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             return name

@@ -52,7 +52,7 @@ def configs_at(parents: Parents) -> Configs:
 
     The attribute `config` always counts. Another attribute counts if it is an object with one of the KNOWN_FIELDS.
     """
-    return next((found for _, module in parents if (found := list(_held_by(module)))), [])
+    return next((found for _, module in parents if (found := list(_configs_in(module)))), [])
 
 
 def configured_scale(configs: Configs, parents: Parents, head_dim: int) -> tuple[float, str] | None:
@@ -125,7 +125,7 @@ def architecture_scale(configs: Configs, around: Parents, head_dim: int) -> tupl
     return None if scale is None else (scale, f"the published {kind}")
 
 
-def _held_by(module: nn.Module) -> Iterator[tuple[str, object]]:
+def _configs_in(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the names and configurations of a module's attributes, `config` first."""
     config = getattr(module, "config", None)
     if _is_configuration(config):

@@ -59,14 +59,14 @@ def measure_rows(
         return _measure_entries(call, positions, entries)
     visible = visible_rows(call, positions)
     cut = in_strips(call, [(0, visible.shape[-1])] * visible.shape[0])
-    return finished(_passed_over(call, positions, visible, cut, output), visible)
+    return finished(_measure_strips(call, positions, visible, cut, output), visible)
 
 
 def _measure_entries(call: Call, positions: Tensor, entries: Tensor) -> RowSums:
     entries, order = entries.sort(stable=True)
     visible = visible_rows(call)[entries, :, positions[order]].mT.unsqueeze(0)
     ends = torch.bincount(entries, minlength=call.query.shape[0]).cumsum(0).tolist()
-    sums = _passed_over(call, positions[order], visible, in_strips(call, list(pairwise([0, *ends]))), None)
+    sums = _measure_strips(call, positions[order], visible, in_strips(call, list(pairwise([0, *ends]))), None)
     rows, back = finished(sums, visible), order.argsort()
     return RowSums(**{name: getattr(rows, name)[..., back] for name in ROW_FIELDS})
 
@@ -91,7 +91,7 @@ def _sums_of(scores: Tensor, visible: Tensor | None) -> Tensor:
     return sums
 
 
-def _passed_over(call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None) -> Tensor:
+def _measure_strips(call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None) -> Tensor:
     sums = _sums(call, positions, visible, cut, output, wide_dtype(call.query))
     if output is not None:
         output.div_(sums[1].clamp(min=1.0).unsqueeze(-1))  # below 1 only for a row without keys, with output zero

@@ -81,8 +81,8 @@ class AttentionCall(NamedTuple):
 
 def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
     """Read the arguments of SDPA; None if no probe supports them."""
-    given = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | kwargs
-    query, key, mask, scale = given["query"], given["key"], given.get("attn_mask"), given.get("scale")
+    inputs = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | kwargs
+    query, key, mask, scale = inputs["query"], inputs["key"], inputs.get("attn_mask"), inputs.get("scale")
     if query.dim() != 4 or query.is_nested or key.is_nested:
         return None
     return AttentionCall(
@@ -90,19 +90,19 @@ def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | 
         key,
         mask=mask,
         hidden_keys=None if mask is None else keys_nobody_sees(Visibility.of(mask, is_causal=False).mask),
-        is_causal=bool(given.get("is_causal")),
+        is_causal=bool(inputs.get("is_causal")),
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
     )
 
 
-def read_flex(given: dict[str, Any]) -> AttentionCall | None:
+def read_flex(inputs: dict[str, Any]) -> AttentionCall | None:
     """Read the arguments of FlexAttention while a graph is traced; None if no probe supports them."""
-    own, others = given["score_buffers"], given["mask_buffers"]
+    own, others = inputs["score_buffers"], inputs["mask_buffers"]
     if not all(isinstance(buffer, Tensor) for buffer in (*own, *others)):
         return None
-    MODIFICATIONS.append((given["score_mod"], given["block_mask"][-1], len(own)))
+    MODIFICATIONS.append((inputs["score_mod"], inputs["block_mask"][-1], len(own)))
     modification = Modification(len(MODIFICATIONS) - 1, [buffer.detach() for buffer in (*own, *others)])
-    return AttentionCall(given["query"], given["key"], scale=float(given["scale"]), modification=modification)
+    return AttentionCall(inputs["query"], inputs["key"], scale=float(inputs["scale"]), modification=modification)
 
 
 ProbeTensors = Tensor | tuple[Tensor, ...]  # tensors that a probed module stores for a probe
@@ -205,12 +205,12 @@ class Frame:
 
     def at_flex(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run FlexAttention with the maximum of each row, and measure it."""
-        given = dict(zip(FLEX_ARGUMENTS, args, strict=False)) | kwargs
-        call = None if self._is_busy or in_transform() else read_flex(given)
+        inputs = dict(zip(FLEX_ARGUMENTS, args, strict=False)) | kwargs
+        call = None if self._is_busy or in_transform() else read_flex(inputs)
         if call is None:
             return function(*args, **kwargs)
-        given["kernel_options"] = {**given["kernel_options"], "OUTPUT_MAX": True}
-        returned = function(*(given[name] for name in FLEX_ARGUMENTS))
+        inputs["kernel_options"] = {**inputs["kernel_options"], "OUTPUT_MAX": True}
+        returned = function(*(inputs[name] for name in FLEX_ARGUMENTS))
         maxima = returned[2].detach() * math.log(2)  # the kernel uses base 2
         self._measure(call._replace(scores=maxima, layout=ROW_MAXIMA), self._next() or UNPLANNED)
         return returned

@@ -57,13 +57,13 @@ def _probe_max(
         buffer[number, CALLS] += 1.0
         return
     raise_largest = _raise_largest_again if query.is_cuda and replays(query, key, mask) else _raise_largest
-    given = query, key, mask, hidden_keys
-    raise_largest(given, (buffer,), number, buffer.shape[1], attends_itself, is_causal, scale)
+    inputs = query, key, mask, hidden_keys
+    raise_largest(inputs, (buffer,), number, buffer.shape[1], attends_itself, is_causal, scale)
 
 
 def _raise_largest(
-    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    own: tuple[Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    buffers: tuple[Tensor],
     number: int,
     width: int,  # of a buffer row; recorded addresses depend on it
     attends_itself: bool,
@@ -71,7 +71,7 @@ def _raise_largest(
     scale: float,
 ) -> None:
     """Raise the maxima of a call of SDPA, in a row of the buffer."""
-    (query, key, mask, hidden_keys), (buffer,) = given, own
+    (query, key, mask, hidden_keys), (buffer,) = inputs, buffers
     row, heads = buffer[number], query.shape[1]
     query, key, _, seen = fold(query, key, key, Visibility.of(mask, is_causal), enable_gqa=True)
     if attends_itself and hidden_keys is not None and hidden_keys.shape[-1] == query.shape[2]:

@@ -28,7 +28,7 @@ from attnscale.probes.install import (
 )
 from attnscale.probes.intercept import KINDS, ProbeKind, ProbeTensors, layouts_of
 from attnscale.probes.stats import Slot
-from attnscale.torch_internals import held_by, in_backward
+from attnscale.torch_internals import in_backward, submodules_of
 from attnscale.watching.plan import Plan
 from attnscale.watching.sdpa_names import Redirected, names_of_sdpa
 from attnscale.watching.seen import Seen
@@ -190,7 +190,7 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        held = held_by(modules)
+        held = submodules_of(modules)
         number = {id(None): len(modules)} | {id(module): number for number, module in enumerate(modules)}
         self._modules = [weakref.ref(module) for module in modules]
         self._counts = list(map(len, held))
@@ -201,7 +201,7 @@ class Structure:
         modules: list[nn.Module | None] = list(map(operator.call, self._modules))
         if modules[0] is not model or None in modules:
             return False
-        held = held_by(modules)  # type: ignore[arg-type]  # none of them is None here
+        held = submodules_of(modules)  # type: ignore[arg-type]  # none of them is None here
         if list(map(len, held)) != self._counts:
             return False
         expected = map([*modules, None].__getitem__, self._held)

@@ -68,7 +68,7 @@ class Role:
 
 
 @dataclass(frozen=True, eq=False)
-class _OfProduct(Role):
+class _ProductRole(Role):
     of: Product
 
     @property
@@ -78,19 +78,19 @@ class _OfProduct(Role):
 
 
 @dataclass(frozen=True, eq=False)
-class Scores(_OfProduct):
+class Scores(_ProductRole):
     """An elementwise image of the product."""
 
     survives, is_image = ELEMENTWISE, True
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreStatistic(_OfProduct):
+class ScoreStatistic(_ProductRole):
     """Any other function of the product, such as its row maximum."""
 
 
 @dataclass(frozen=True, eq=False)
-class Exponentials(_OfProduct):
+class Exponentials(_ProductRole):
     """Exponentials of the scores; some may be set to zero."""
 
     survives: ClassVar[frozenset[Effect]] = MOVED | {"fill"}
@@ -99,7 +99,7 @@ class Exponentials(_OfProduct):
 
 
 @dataclass(frozen=True, eq=False)
-class ExponentialSum(_OfProduct):
+class ExponentialSum(_ProductRole):
     """Sum of exponentials over an axis, its logarithm or inverse; a small number may be added."""
 
     survives: ClassVar[frozenset[Effect]] = MOVED | {"plus"}
@@ -158,7 +158,7 @@ class MixedValues(Role):
 
 
 @dataclass(frozen=True, eq=False)
-class UnnormalisedMix(_OfProduct):
+class UnnormalisedMix(_ProductRole):
     """Values summed with exponentials that are not divided by their sum yet."""
 
     survives, is_image = MOVED, True

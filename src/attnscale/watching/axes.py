@@ -126,7 +126,7 @@ class Axes:
 
     def followed(self, groups: Indices, rows: Indices) -> ProductPoints:
         """Follow these rows of these groups, at the first key, to the product: (groups · rows) points."""
-        return _followed(self.view, self.node, self.columns, groups, rows)
+        return _follow_rows(self.view, self.node, self.columns, groups, rows)
 
     def group_of(self, points: Points) -> Indices:
         """Return the number of the group of each point of the softmax's input."""
@@ -173,13 +173,13 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
     by_group = view_of(view_of(node, "permute", order), "view", sizes)
     columns, heads = keys.at[:, KEY], shape[other_axes[-1]] if other_axes else 1
     repeats = _repeats_a_key(keys.at[keys.are_found])
-    starts = _followed(view, by_group, columns, np.arange(sizes[0]), np.zeros(1, dtype=np.int64))
+    starts = _follow_rows(view, by_group, columns, np.arange(sizes[0]), np.zeros(1, dtype=np.int64))
     if not starts.are_found.all():
         return None
     query, key = view.operands
     groups = heads_of(query.channels(starts.at[:, ENTRY], starts.at[:, QUERY]))
     groups = np.arange(sizes[0]).reshape(-1, heads) if groups is None else groups  # irregular: assume the last axis
-    rows = _followed(view, by_group, columns, groups[0, :1], np.arange(sizes[1]))
+    rows = _follow_rows(view, by_group, columns, groups[0, :1], np.arange(sizes[1]))
     if not rows.are_found.all():
         return None
     shown = columns[columns != NOWHERE]
@@ -229,7 +229,7 @@ def _kinds_of_axes(
     return other_axes, query_axes
 
 
-def _followed(view: ProductView, node: Node, columns: Indices, groups: Indices, rows: Indices) -> ProductPoints:
+def _follow_rows(view: ProductView, node: Node, columns: Indices, groups: Indices, rows: Indices) -> ProductPoints:
     points = grid(len(groups), len(rows), 1)
     first_key = np.full(len(points), np.argmax(columns != NOWHERE))
     return view.points(node, np.stack([groups[points[:, 0]], rows[points[:, 1]], first_key], axis=1))

@@ -28,7 +28,7 @@ ROW_TO_ROW = 0.01  # relative; rounding changes a multiplier that all rows share
 EXPLAINED = 0.9  # least share of the variance of scores that q·k must explain, if nothing else is in them
 
 
-class Scored(NamedTuple):
+class MeasuredScores(NamedTuple):
     """Scores of a call: their statistics, and how they follow from q·k."""
 
     stats: ScoreStats
@@ -59,7 +59,7 @@ class AttentionCall:
     attends_itself: bool = False  # known to be self-attention; if False, the lineage decides
     over_pairs: bool = False  # the softmax runs over queries and keys at once
 
-    def scored(self, rows: int | None) -> Scored:
+    def measure_scores(self, rows: int | None) -> MeasuredScores:
         """Measure the scores."""
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class AttentionCall:
 
     def measure(self, rows: int | None, keep: bool) -> MeasuredCall:
         """Measure this call."""
-        found, owners = self.scored(rows), self.owners
+        found, owners = self.measure_scores(rows), self.owners
         (query_path, key_path), query, heads = self.paths, self.query.detach(), self.query.shape[1]
         multipliers = query_path.signed_factor * key_path.signed_factor.mean(1, keepdims=True) * found.multiplier
         is_constant = query_path.constant and key_path.constant
@@ -208,7 +208,7 @@ class AttentionCall:
         found = channels(node, _points(1, np.array([0, node.shape[2] - 1])))
         return next(filter(None, map(row_of_parameter, found)), ())
 
-    def _saved(self, found: Scored, scales: Factors, factors: tuple[Factors, Factors]) -> SavedCall | None:
+    def _saved(self, found: MeasuredScores, scales: Factors, factors: tuple[Factors, Factors]) -> SavedCall | None:
         """Save the call; its visibility holds all parts of the scores besides scales · q·k."""
         query, key = self.query.detach(), self.key.detach()
         if found.rows is not None:  # the rest of the scores would contain the rounding of half precision
@@ -245,7 +245,7 @@ def _differs_by_row(multipliers: Factors) -> str:
     return f"its multiplier differs from row to row, from {low:.3g} to {high:.3g}" if bool(apart.any()) else ""
 
 
-def _unexplained(found: Scored) -> str:
+def _unexplained(found: MeasuredScores) -> str:
     share = found.explained
     return f"q·k explains only {share:.0%} of the variance of its scores" if share < EXPLAINED else ""
 

@@ -224,7 +224,7 @@ def _over_rows(calls: list[MeasuredCall], values: Callable[[MeasuredCall], Tenso
     found = [values(call) for call in known]
     if len(known) == 1:
         return found[0]
-    rows = torch.stack([_counted(call, found[0].device) for call in known])
+    rows = torch.stack([_rows_without_padding(call, found[0].device) for call in known])
     return (torch.stack(found) * (rows / rows.sum()).unsqueeze(-1)).sum(0)
 
 
@@ -238,7 +238,7 @@ def _cosine_over_rows(calls: list[MeasuredCall]) -> Tensor | None:
     return _root_over_rows(calls, lambda call: known[id(call)]) if len(known) == len(calls) else None
 
 
-def _counted(call: MeasuredCall, device: torch.device) -> Tensor:
+def _rows_without_padding(call: MeasuredCall, device: torch.device) -> Tensor:
     """Return the rows of a call without padding; padding on another device is ignored, to avoid a synchronisation."""
     rows = torch.full((), call.rows, dtype=torch.float64, device=device)  # a copy would synchronise
     return rows if call.padding is None or call.padding.device != device else rows - call.padding.sum()

@@ -21,7 +21,7 @@ from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Product, Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.axes import Axes, ProductPoints, ProductView, find_axes
-from attnscale.watching.call import COMPUTED, AttentionCall, Scored
+from attnscale.watching.call import COMPUTED, AttentionCall, MeasuredScores
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import Reading, SavedCall, Wiring
 from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal
@@ -73,7 +73,7 @@ class WrittenCall(AttentionCall):
         """Operations from the softmax back to the product, for the first probed rows."""
         return self.probed.traces[0]
 
-    def scored(self, rows: int | None) -> Scored:
+    def measure_scores(self, rows: int | None) -> MeasuredScores:
         """Measure the scores."""
         product, trace = self.product, self.trace
         batch, heads, length, _ = self.query.shape
@@ -93,7 +93,7 @@ class WrittenCall(AttentionCall):
             slope, share = (each.cpu().numpy() for each in fit(predicted, scores[0], shown[0]))
             multiplier = multiplier * np.where(np.abs(slope - 1) > DISAGREEMENT, slope, 1.0)[:, None]
             explained = 1.0 if self.query.dtype in HALF_DTYPES else float(share.min())
-        return Scored(
+        return MeasuredScores(
             by_row.without(padding).measure(rows, self.highest),
             multiplier,
             self.softcap,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.numerics import KERNEL_DTYPES
-from attnscale.torch_internals import current_stream, looks_on
+from attnscale.torch_internals import current_stream, has_mode
 
 HAS_TRITON = find_spec("triton") is not None  # found at import, because Dynamo does not trace the import system
 ALIGNMENT = 16  # bytes of one load
@@ -57,7 +57,7 @@ def _are_taken(vectors: Tensor) -> bool:
 
 def is_intercepted(*tensors: Tensor) -> bool:
     """Return True if a compiler, mode, transform or tensor subclass is active: it would not see a launch."""
-    return torch.compiler.is_compiling() or looks_on() or any(type(tensor) not in PLAIN_TYPES for tensor in tensors)
+    return torch.compiler.is_compiling() or has_mode() or any(type(tensor) not in PLAIN_TYPES for tensor in tensors)
 
 
 def capturing() -> bool:

@@ -121,8 +121,8 @@ def add_lengths_(
     launch_lengths((unit_stride(query), unit_stride(key), rows_left_out, keys_left_out), (sums,))
 
 
-def _launch_lengths(given: tuple[Tensor, Tensor, Tensor | None, Tensor | None], own: tuple[Tensor]) -> None:
-    (query, key, *some), (sums,) = given, own
+def _launch_lengths(inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None], buffers: tuple[Tensor]) -> None:
+    (query, key, *some), (sums,) = inputs, buffers
     (batch, heads, q_len, _), (_, keys, kv_len, _) = query.shape, key.shape
     left_out = [None if each is None else each.expand(batch, -1).view(torch.uint8) for each in some]
     launch = _launch(*(None if each is None else layout_key(each) for each in (query, key, *left_out)))

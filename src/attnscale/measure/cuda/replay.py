@@ -16,7 +16,7 @@ from attnscale.torch_internals import current_stream
 DEFAULT_STREAM = 0  # no CUDA graph can capture this stream
 MOST_RECORDINGS = 1024  # per function; at this limit, all recordings are discarded
 
-Given = tuple[Tensor | None, ...]
+Inputs = tuple[Tensor | None, ...]
 Function = Callable[..., None]
 
 
@@ -46,17 +46,17 @@ class Replay:
         self._function = function
         self._recordings: dict[object, _Recording] = {}
 
-    def __call__(self, given: Given, own: tuple[Tensor, ...], *constants: Any) -> None:
-        device = own[0].device.index
-        begins = [0 if each is None else each.data_ptr() for each in (*given, *own)]
+    def __call__(self, inputs: Inputs, buffers: tuple[Tensor, ...], *constants: Any) -> None:
+        device = buffers[0].device.index
+        begins = [0 if each is None else each.data_ptr() for each in (*inputs, *buffers)]
         if not self._can_replay(device, begins):
-            self._function(given, own, *constants)
+            self._function(inputs, buffers, *constants)
             return
-        layouts = [None if each is None else layout_key(each) for each in given]
+        layouts = [None if each is None else layout_key(each) for each in inputs]
         key = (device, *constants, *layouts)
         recording = self._recordings.get(key)
         if recording is None:
-            self._record(key, given, own, constants)
+            self._record(key, inputs, buffers, constants)
             return
         begins += recording.constants_at
         for step in recording.steps:
@@ -73,17 +73,17 @@ class Replay:
         is_apart = len(set(known)) == len(known)
         return is_apart and RECORDING.launches is None
 
-    def _record(self, key: object, given: Given, own: tuple[Tensor, ...], constants: tuple[Any, ...]) -> None:
+    def _record(self, key: object, inputs: Inputs, buffers: tuple[Tensor, ...], constants: tuple[Any, ...]) -> None:
         launches: list[tuple[Launch, tuple[int, ...], tuple[Any, ...]]] = []
         RECORDING.launches = launches
         try:
-            self._function(given, own, *constants)
+            self._function(inputs, buffers, *constants)
         finally:
             RECORDING.launches = None
         if len(self._recordings) >= MOST_RECORDINGS:
             self._recordings.clear()
         kept: list[Tensor] = []
-        steps = [_step(launch, grid, arguments, given, own, kept) for launch, grid, arguments in launches]
+        steps = [_step(launch, grid, arguments, inputs, buffers, kept) for launch, grid, arguments in launches]
         self._recordings[key] = _Recording(steps, kept, [each.data_ptr() for each in kept])
 
 
@@ -97,18 +97,18 @@ def _step(
     launch: Launch,
     grid: tuple[int, ...],
     arguments: Sequence[Any],
-    given: Given,
-    own: Sequence[Tensor],
+    inputs: Inputs,
+    buffers: Sequence[Tensor],
     kept: list[Tensor],
 ) -> _Step:
     tensors = [each for each in arguments if isinstance(each, Tensor)]  # they come first
-    begins = {each.data_ptr(): number for number, each in reversed(list(enumerate(given))) if each is not None}
+    begins = {each.data_ptr(): number for number, each in reversed(list(enumerate(inputs))) if each is not None}
     pointers = []
     for tensor in tensors:
         at = tensor.data_ptr()
         inside = [
-            (len(given) + number, at - each.data_ptr())
-            for number, each in enumerate(own)
+            (len(inputs) + number, at - each.data_ptr())
+            for number, each in enumerate(buffers)
             if 0 <= at - each.data_ptr() < max(each.nbytes, 1)
         ]
         if at in begins:
@@ -116,6 +116,6 @@ def _step(
         elif inside:
             pointers.append(inside[0])
         else:
-            pointers.append((len(given) + len(own) + len(kept), 0))
+            pointers.append((len(inputs) + len(buffers) + len(kept), 0))
             kept.append(tensor)
     return _Step(launch.on(grid), pointers, tuple(arguments[len(tensors) :]))

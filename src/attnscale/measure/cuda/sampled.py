@@ -126,15 +126,15 @@ def probe(
     drawn = drawn_ahead(planned, len(query), query.device)
     sample = drawn.next()
     sums = empty_sums(query, key, len(planned.stratum), key_span(query, key))
-    given, own = (query, key, mask, hidden_keys), (sample.positions, sums, table, lengths)
-    launch_probe(given, own, leaves_rows_out, is_causal, scale, drawn.weights)
+    inputs, buffers = (query, key, mask, hidden_keys), (sample.positions, sums, table, lengths)
+    launch_probe(inputs, buffers, leaves_rows_out, is_causal, scale, drawn.weights)
     return SampledRows(sample, sums, table)
 
 
 @torch.no_grad()
 def _launch_probe(
-    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    own: tuple[Tensor, Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    buffers: tuple[Tensor, Tensor, Tensor, Tensor],
     leaves_rows_out: bool,
     is_causal: bool,
     scale: float,
@@ -142,7 +142,7 @@ def _launch_probe(
 ) -> None:
     from attnscale.measure.cuda import finish, masked_rows
 
-    (query, key, mask, hidden_keys), (positions, sums, table, lengths) = given, own
+    (query, key, mask, hidden_keys), (positions, sums, table, lengths) = inputs, buffers
     seen, padding = Visibility(last=0 if is_causal else None, mask=mask), None
     if leaves_rows_out and hidden_keys is not None:
         padding = hidden_keys.expand(len(query), -1)
@@ -169,7 +169,7 @@ class WrittenScores(NamedTuple):
 
 
 def probe_scores(
-    given: WrittenScores,
+    inputs: WrittenScores,
     leaves_rows_out: bool,
     highest: Tensor,
     scale: tuple[Tensor, Tensor, Tensor, float | None, float],
@@ -184,7 +184,7 @@ def probe_scores(
     `highest`, float32 (heads,), are the largest scores. `scale` holds the arguments of find_scales() from `rows` to
     `disagreement`. Return None if no kernel supports the scores.
     """
-    scores, query, key, *_ = given
+    scores, query, key, *_ = inputs
     call = Call(query, key, key, EVERYTHING, 0.0, 1.0, None)
     if scores.dtype not in KERNEL_DTYPES or not measures(call) or is_intercepted(scores):
         return None
@@ -192,14 +192,14 @@ def probe_scores(
     sample = drawn.next()
     sums = torch.empty((SUMS, 1, *scores.shape[:2], sample.positions.shape[1]), device=scores.device)
     launch = launch_scores if replays(query, key, None) else _launch_scores
-    launch(given, (sample.positions, highest, sums, table, lengths, scales), leaves_rows_out, *scale, drawn.weights)
+    launch(inputs, (sample.positions, highest, sums, table, lengths, scales), leaves_rows_out, *scale, drawn.weights)
     return SampledRows(sample, sums, table)
 
 
 @torch.no_grad()
 def _launch_scores(
-    given: WrittenScores,
-    own: tuple[Tensor, ...],
+    inputs: WrittenScores,
+    buffers: tuple[Tensor, ...],
     leaves_rows_out: bool,
     rows: Tensor,
     multiplier: Tensor,
@@ -210,7 +210,7 @@ def _launch_scores(
 ) -> None:
     from attnscale.measure.cuda import finish, score_matrix  # imported when needed: a CPU may have no triton
 
-    (scores, query, key, hidden_keys), (positions, highest, sums, table, lengths, scales) = given, own
+    (scores, query, key, hidden_keys), (positions, highest, sums, table, lengths, scales) = inputs, buffers
     left_out = hidden_keys if leaves_rows_out else None
     score_matrix.sum_rows(scores, left_out, positions, sums)
     finish.finish(sums, weights, highest, table=table)

@@ -41,7 +41,7 @@ def tiles_kernel(starts_at, tiles_at, count, TILE_ROWS: tl.constexpr, SORTED: tl
     for start in range(0, own, STEP):
         each = start + tl.arange(0, STEP)
         tile = own - 1 - each
-        place = _further_along(starts_at, tile, number, count, TILE_ROWS) if SORTED else first + each
+        place = _tiles_before(starts_at, tile, number, count, TILE_ROWS) if SORTED else first + each
         to = tiles_at + (1 + place) * FIELDS
         tl.store(to, tl.zeros_like(each) + begin, mask=each < own)
         tl.store(to + 1, tl.zeros_like(each) + length, mask=each < own)
@@ -59,7 +59,7 @@ def _tiles_in(starts_at, each, count, TILE_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _further_along(starts_at, tile, number, count, TILE_ROWS: tl.constexpr):
+def _tiles_before(starts_at, tile, number, count, TILE_ROWS: tl.constexpr):
     """Return how many tiles precede each: those later in their sequence, or equally late in an earlier sequence."""
     place = tl.zeros_like(tile)
     for start in range(0, count, SEQUENCES_BESIDE):

@@ -18,7 +18,7 @@ from attnscale.tracing.parameters import Origins, sampled_origin
 from attnscale.tracing.products import are_paired_otherwise
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility, shown_by
-from attnscale.watching.call import AttentionCall, Scored
+from attnscale.watching.call import AttentionCall, MeasuredScores
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import MeasuredCall, Reading, Wiring
 from attnscale.watching.rows import Rows, flags_added, highest_added, keys_nobody_sees, looks_causal, spread_positions
@@ -60,12 +60,12 @@ class KernelCall(AttentionCall):
         self.softmax.pairs_differ, self.softmax.drops = self._pairs_differ(), self.drops
         return replace(super().measure(rows, keep), softmax=self.softmax)
 
-    def scored(self, rows: int | None) -> Scored:
+    def measure_scores(self, rows: int | None) -> MeasuredScores:
         """Measure the scores."""
         if self.score_mod is not None:
             return self.modified(self.score_mod, rows)
         bias = highest_added(self.visibility.bias)
-        return Scored(
+        return MeasuredScores(
             self.stats(rows),
             self.scale,
             self.softcap,
@@ -146,7 +146,7 @@ class KernelCall(AttentionCall):
         query = self.query[:, :, positions.to(self.query.device)].to(wide_dtype(self.query))
         return query @ self.key.repeat_interleave(self.group, 1).to(query.dtype).mT * self.scale
 
-    def modified(self, modify: ScoreMod, rows: int | None) -> Scored:
+    def modified(self, modify: ScoreMod, rows: int | None) -> MeasuredScores:
         """Measure a call with a score modification, which is evaluated to find its effect."""
         length = self.query.shape[-2]
         probe = spread_positions(length, MODIFIED_ROWS)
@@ -165,7 +165,7 @@ class KernelCall(AttentionCall):
         hidden = by_row.keys_nobody_sees(probe)
         padding = hidden if self.key.shape[-2] == length and self.is_self_attention else None
         is_biased = bool((at_zero[shown] != 0).any())
-        return Scored(
+        return MeasuredScores(
             by_row.without(padding).measure(rows, lambda: torch.full((heads,), torch.inf, dtype=torch.float64)),
             self.scale * multiplier,
             float(high[shown].mean()) if flat else None,
