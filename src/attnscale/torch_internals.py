@@ -259,7 +259,7 @@ def in_transform() -> bool:
 
 
 def has_mode() -> bool:
-    """Return True if a mode or a torch.func transform is active, which a raw kernel launch would bypass."""
+    """Return True if a mode or a torch.func transform is active: a direct kernel launch would bypass it."""
     return bool(modes_in_place()) or bool(_function_modes(otherwise=True)) or in_transform()
 
 
@@ -324,7 +324,7 @@ def is_in_scripts(function: Callable[..., Any], name: str) -> None:
 
 
 def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:
-    """Keep nn.TransformerEncoderLayer from its fused inference path, which computes 1/√d_k without calling this module.
+    """Disable the fused inference path of nn.TransformerEncoderLayer, which uses 1/√d_k and does not call this module.
 
     The layer uses that path only if query, key and value have the same width.
     """
@@ -332,7 +332,7 @@ def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:
 
 
 def constant_in_graphs(function: Callable[[], Result]) -> Callable[[], Result]:
-    """Mark a function so that Dynamo keeps its result as a constant; Dynamo's own decorator imports all of Dynamo."""
+    """Mark a function so that Dynamo treats its result as a constant; Dynamo's own decorator imports all of Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -1,7 +1,7 @@
 """Rows sampled without replacement, in strata of neighbouring positions.
 
 Rows with an unusually large predicted variance are always included. On a CPU, rows are drawn from all batch entries
-together. GPU kernels draw equally many rows from each entry. Attention written out in Python uses the same rows of
+together. GPU kernels draw equally many rows from each entry. Hand-written attention uses the same rows of
 every entry, as a cluster sample.
 """
 

@@ -19,12 +19,12 @@ from attnscale.tracing.roles import (
     statistic_of,
 )
 
-Meaning = Literal["times", "over", "plus", "minus", "rminus", "other"]  # as written; the effect may differ
+Meaning = Literal["times", "over", "plus", "minus", "rminus", "other"]  # in the code; the effect may differ
 WITH_A_GAIN = ("native_layer_norm", "_fused_rms_norm")
 
 
 def _arithmetic(op: Operation, meaning: tuple[Meaning, Meaning]) -> Node:
-    """Read an elementwise sum or product; `meaning` is its meaning for the first and for the second operand."""
+    """Read an elementwise sum or product; `meaning` is one for the first operand and one for the second."""
     operands = op.args[:2]
     side = _main_operand(op, operands)
     main, other = op.lineage.node(operands[side]), operands[1 - side]

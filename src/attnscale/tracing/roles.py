@@ -209,7 +209,7 @@ class Softmax:
     keys_of: Callable[[Points], list[tuple[object, ...]]] | None = None  # maps points of weights to channels of keys
     taken_twice: bool = False  # another softmax was applied to its weights
     renormalised: bool = False  # the weights or mixed values were divided by the weights' sum
-    is_short: bool = False  # weights of keys sum to less than one, as in softmax off by one
+    is_short: bool = False  # weights of keys sum to less than one, as in softmax-off-by-one
     is_masked: bool = False  # some of its weights were replaced
     drops: bool = False  # some of its weights were set to zero at random
     is_obscure: bool = False  # its weights were combined with others before the values

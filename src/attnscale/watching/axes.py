@@ -47,7 +47,7 @@ class Operand(NamedTuple):
         return channels(self.node, np.stack([entries, rows, np.zeros_like(rows)], axis=1))
 
     def is_in_order(self, groups: Indices, first: Indices, step: Indices) -> bool:
-        """Return True if each group is one of the entries, with all its rows in order."""
+        """Return True if each group is one entry, with all its rows in order."""
         size = self.node.shape[1]
         return bool((first == groups * size).all()) and np.array_equal(step, np.arange(size))
 

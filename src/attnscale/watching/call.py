@@ -1,4 +1,4 @@
-"""AttentionCall: one attention of a running model, by a fused kernel or written out, and how it is measured."""
+"""AttentionCall: one attention of a running model, fused or hand-written, and the way to measure it."""
 
 from dataclasses import replace
 from functools import cached_property

@@ -250,7 +250,7 @@ class WrittenCall(AttentionCall):
         return groups.reshape(-1, *groups.shape[-2:])[constant_on(groups.device, self.axes.groups)]
 
     def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scores of these rows, (batch, heads, rows, keys), and which of them are visible; None: all."""
+        """Return the scores of these rows, (batch, heads, rows, keys), and True for visible ones; None: all."""
         chosen = self.scores.index_select(-2, positions.to(self.scores.device))
         scores = self._by_head(chosen).to(wide_dtype(chosen))
         may_hide = self.trace.fills or self._shifted or self.finite_gaps

@@ -279,7 +279,7 @@ def finish(
     """Return the table of the heads whose rows have these sums, (SUMS, spans, batch, heads, rows).
 
     `weights` is needed for sampled rows and for several spans: the number of positions that each row represents.
-    `bounds`, float32 (heads,), are upper bounds of each head's scores, if they differ from the largest measured score.
+    `bounds`, float32 (heads,), are upper bounds of each head's scores; None if only the largest score is known.
     `sinks`, float64 (heads,), are learned logits that join the denominators.
     """
     _, spans, batch, heads, count = sums.shape

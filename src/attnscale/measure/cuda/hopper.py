@@ -226,7 +226,7 @@ def consume(
     Σ z and Σ z² are relative to the same base as the weights' exponents. When that base decreases by δ, the sums of n
     values become Σ z + nδ and Σ z² + 2δ Σ z + nδ².
 
-    With SEQUENCES, rows past the end of a sequence belong to the next one: their results and values are not used.
+    With SEQUENCES, rows past the end of a sequence belong to the next: they are not written, and no value is read.
     """
     o_desc, o_ptr, width, sums_ptr, lse_ptr, tiles_ptr, buffers, barriers, sizes, scale = shared
     q_smem, k_smem, v_smem = buffers

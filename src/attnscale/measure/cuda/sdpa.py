@@ -195,7 +195,7 @@ BACKWARDS: dict[SDPBackend | None, Callable[[Kernel, Pass], Gradients]] = {
 
 
 def _like_inputs(gradients: Gradients, back: Pass) -> Gradients:
-    # without padding, in the memory layout of the inputs, as the fake declares
+    # remove padding and restore the memory layout of the inputs, which the fake declares
     of_query, of_key, of_value = map(_like, gradients, (back.query, back.key, back.value))
     return of_query, of_key, of_value
 
