@@ -126,9 +126,9 @@ class AttentionCall:
         if not query_path.constant and len(query) > 1 and _can_follow(self.query_node):
             by_entry, average = self._factors_by_entry(found.padding)
             query_path = query_path._replace(factor=average[:, None])
-            query_norm, key_norm = mean_lengths(*self._sampled(query / _by_head(by_entry, query), excluded, every))
+            query_norm, key_norm = mean_lengths(*self._sample(query / _by_head(by_entry, query), excluded, every))
         else:
-            query_norm, key_norm = mean_lengths(*self._sampled(query, excluded, every))
+            query_norm, key_norm = mean_lengths(*self._sample(query, excluded, every))
             query_norm = _before(query_norm, query_path)
         signed = query_path.signed_factor.mean(1), key_path.signed_factor.mean(1)
         scales = signed[0] * signed[1] * np.atleast_1d(found.multiplier).mean(-1)
@@ -154,16 +154,16 @@ class AttentionCall:
             attends_itself=self.is_self_attention,
             padding=found.padding,
             wiring=replace(found.wiring, normalised=query_path.normalised and key_path.normalised),
-            cosine=mean_cosine(*self._sampled(query, excluded, every=False)) if found.wiring.biased else None,
+            cosine=mean_cosine(*self._sample(query, excluded, every=False)) if found.wiring.biased else None,
             over_pairs=self.over_pairs,
-            kept=self._saved(found, scales, signed) if keep else None,
+            kept=self._save(found, scales, signed) if keep else None,
             origins=self.find_origins(),
             sinks=found.sinks,
             highest_bias=found.highest_bias,
             factors=factors if is_constant else None,
             reading=replace(
                 found.reading,
-                unread=found.reading.unread or _lost(sides) or _differs_by_row(multipliers) or _unexplained(found),
+                unread=found.reading.unread or _missing(sides) or _differs_by_row(multipliers) or _unexplained(found),
                 learned_factor=found.reading.learned_factor or query_path.learned_factor or key_path.learned_factor,
                 detached=tuple(side for side, path in sides.items() if path.detached),
                 rescaled=tuple(side for side, path in sides.items() if path.normalised or path.learned_factor),
@@ -191,7 +191,7 @@ class AttentionCall:
         # log n scaling multiplies a row with one key by ln 1 = 0
         return np.where(factor == 0, 1.0, np.abs(factor)), average
 
-    def _sampled(self, query: Tensor, excluded: tuple[Tensor | None, Tensor | None], every: bool) -> Any:
+    def _sample(self, query: Tensor, excluded: tuple[Tensor | None, Tensor | None], every: bool) -> Any:
         """Return evenly spaced queries and keys, or all of them, and masks of those to exclude."""
         sides = []
         for vectors, left_out in zip((query, self.key.detach()), excluded, strict=True):
@@ -208,7 +208,7 @@ class AttentionCall:
         found = channels(node, _points(1, np.array([0, node.shape[2] - 1])))
         return next(filter(None, map(row_of_parameter, found)), ())
 
-    def _saved(self, found: MeasuredScores, scales: Factors, factors: tuple[Factors, Factors]) -> SavedCall | None:
+    def _save(self, found: MeasuredScores, scales: Factors, factors: tuple[Factors, Factors]) -> SavedCall | None:
         """Save the call; its visibility holds all parts of the scores besides scales · q·k."""
         query, key = self.query.detach(), self.key.detach()
         if found.rows is not None:  # the rest of the scores would contain the rounding of half precision
@@ -226,7 +226,7 @@ class AttentionCall:
         return saved
 
 
-def _lost(sides: dict[str, ProjectionPath]) -> str:
+def _missing(sides: dict[str, ProjectionPath]) -> str:
     """Return why factors on queries or keys may have been missed; empty if none was."""
     lost, mixed = ([side for side, path in sides.items() if getattr(path, why)] for why in ("lost", "shared_out"))
     if lost:
