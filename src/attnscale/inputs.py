@@ -55,12 +55,12 @@ def refuse_vmap(*tensors: Tensor) -> None:
     if any(map(is_mapped, tensors)):
         raise InputError(
             "Expected statistics outside torch.vmap, got tensors that it maps over; measure each entry by itself, "
-            "or put what is mapped over into the batch."
+            "or make the mapped dimension part of the batch."
         )
 
 
 def check_one_mask(attn_mask: Mask, is_causal: bool) -> None:
-    """Raise an error for a mask with is_causal; it contains SDPA's message, which callers match."""
+    """Raise an error for a mask with is_causal; the error contains SDPA's message, because callers match it."""
     if attn_mask is not None and is_causal:
         if isinstance(attn_mask, Tensor) and not is_plain_mask(attn_mask):
             raise InputError(

@@ -100,7 +100,7 @@ def attention_varlen(
     window_size: Window = NO_WINDOW,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return attention() over sequences laid end to end: tokens (total, heads, head_dim), each seeing its own sequence.
+    """Return attention() over packed sequences, which each attend to themselves: tokens (total, heads, head_dim).
 
     `cu_seqlens_q`, (sequences + 1,), holds the start of each sequence and the end of the last; alternatively,
     `document_ids` holds the document number of each token. Pass `cu_seqlens_k` if keys have other lengths. As in

@@ -127,7 +127,7 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def sizes_vary(*sizes: int) -> bool:
-    """Return True if torch.compile is tracing with symbolic sizes, which a Python loop over them would specialise."""
+    """Return True if torch.compile traces with symbolic sizes; a Python loop over them would specialise them."""
     if not torch.compiler.is_compiling():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -243,7 +243,7 @@ def multiply_each_(tensors: list[Tensor], factors: list[Tensor]) -> None:
         torch._foreach_mul_(tensors, factors)
 
 
-def held_by(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Module | None]]:
+def submodules_of(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Module | None]]:
     """Return the direct submodules of each module by name; children() is several times slower."""
     return list(map(attrgetter("_modules"), modules))
 
@@ -258,8 +258,8 @@ def in_transform() -> bool:
     return _transforms() is not None
 
 
-def looks_on() -> bool:
-    """Return True if a mode or a torch.func transform is active, which a raw kernel launch would bypass."""
+def has_mode() -> bool:
+    """Return True if a mode or a torch.func transform is active: a direct kernel launch would bypass it."""
     return bool(modes_in_place()) or bool(_function_modes(otherwise=True)) or in_transform()
 
 
@@ -269,7 +269,7 @@ def dispatch_keys() -> tuple[Any, Any]:
 
 
 def with_dispatch_keys(keys: tuple[Any, Any]) -> AbstractContextManager[Any]:
-    """Return a context with these dispatch keys; what Inductor compiled runs without those of torch.vmap."""
+    """Return a context with these dispatch keys; graphs compiled by Inductor run without the keys of torch.vmap."""
     found: AbstractContextManager[Any] = _force_keys(*keys, otherwise=nullcontext())
     return found
 
@@ -324,7 +324,7 @@ def is_in_scripts(function: Callable[..., Any], name: str) -> None:
 
 
 def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:
-    """Keep nn.TransformerEncoderLayer from its fused inference path, which computes 1/√d_k without calling this module.
+    """Disable the fused inference path of nn.TransformerEncoderLayer, which uses 1/√d_k and does not call this module.
 
     The layer uses that path only if query, key and value have the same width.
     """
@@ -332,13 +332,13 @@ def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:
 
 
 def constant_in_graphs(function: Callable[[], Result]) -> Callable[[], Result]:
-    """Mark a function so that Dynamo keeps its result as a constant; Dynamo's own decorator imports all of Dynamo."""
+    """Mark a function so that Dynamo treats its result as a constant; Dynamo's own decorator imports all of Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def never_compiled(function: Called) -> Called:
-    """Exclude a function from compilation; torch.compiler.disable would import all of Dynamo."""
+    """Exclude a function from compilation. Do not use torch.compiler.disable: it imports all of Dynamo."""
     found: Called = _disabled(function, otherwise=function)
     return found
 

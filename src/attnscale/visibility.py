@@ -17,7 +17,7 @@ NOT_LEFT_OUT = np.zeros(1, dtype=np.bool_)  # document of all keys: only rows of
 COUNTING_ROWS = 256  # rows per block; counting converts masks to integers, and blocks limit the memory
 # A mask value below this hides a key. Common ones are −1e9, −1e20 and the lowest numbers of float32 and bfloat16.
 NEVER_A_SCORE = -1e8
-# A mask value this far below the highest one hides a key too, because e^−50 is negligible. Swin subtracts 100, old
+# A mask value this far below the mask's highest hides a key too, because e^−50 is negligible. Swin subtracts 100, old
 # BERTs subtract 10,000.
 HIDING_GAP = 50.0
 
@@ -117,11 +117,11 @@ class Visibility:
         if self.mask is None and self.documents is None:
             return self.counts_at(torch.arange(q_len, device=device), kv_len)
         if sizes_vary(q_len):
-            return self._counted([slice(0, q_len)], kv_len, device)
+            return self._count_keys([slice(0, q_len)], kv_len, device)
         starts = range(0, max(q_len, 1), COUNTING_ROWS)
-        return self._counted([slice(start, min(start + COUNTING_ROWS, q_len)) for start in starts], kv_len, device)
+        return self._count_keys([slice(start, min(start + COUNTING_ROWS, q_len)) for start in starts], kv_len, device)
 
-    def _counted(self, blocks: list[slice], kv_len: int, device: torch.device | str) -> Tensor:
+    def _count_keys(self, blocks: list[slice], kv_len: int, device: torch.device | str) -> Tensor:
         if self.is_mask and self.mask is not None:
             blocks = blocks if self.mask.shape[-2] > 1 else [slice(0, 1)]
             counted = [_shows(self._part(rows, slice(0, kv_len))).sum(-1) for rows in blocks]
@@ -158,10 +158,10 @@ class Visibility:
         """Return the bias on the scores of these rows: the float mask, or 0 for visible and −∞ for hidden keys."""
         if self.bias is None:
             shown = self.shown(rows, keys, like.device)
-            return None if shown is None else _hiding(torch.zeros((), dtype=like.dtype, device=like.device), shown)
+            return None if shown is None else _hide(torch.zeros((), dtype=like.dtype, device=like.device), shown)
         limits = list(self._limits(rows, keys, like.device))
         part = self._part(rows, keys).to(like.dtype)
-        return _hiding(part, reduce(torch.logical_and, limits)) if limits else part
+        return _hide(part, reduce(torch.logical_and, limits)) if limits else part
 
     def without_rows(self, left_out: Tensor) -> "Visibility":
         """Hide all keys from the rows `left_out`, (batch, q_len), by documents, because a mask would be large."""
@@ -232,5 +232,5 @@ def _shows(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask != -math.inf
 
 
-def _hiding(added: Tensor, shown: Tensor) -> Tensor:
+def _hide(added: Tensor, shown: Tensor) -> Tensor:
     return added.masked_fill(~shown, -math.inf)

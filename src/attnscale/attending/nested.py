@@ -28,7 +28,7 @@ def in_graph(function: Callable[Params, Result], scale: Scale, *tensors: Tensor)
 
 
 def is_contiguous_jagged(tensor: Tensor) -> bool:
-    """Return True if the sequences lie end to end; those of a strided or narrowed nested tensor do not."""
+    """Return True if the sequences are contiguous; those of a strided or narrowed nested tensor are not."""
     return tensor.layout is torch.jagged and jagged(tensor).lengths() is None
 
 
@@ -38,7 +38,7 @@ def jagged(tensor: Tensor) -> Any:
 
 
 def is_ragged_before_heads(*tensors: Tensor) -> bool:
-    """Return True for jagged tensors whose attention has one length; as in SDPA, they are a plain batch."""
+    """Return True for jagged tensors whose attention has one length; SDPA treats them as a plain batch, too."""
     return all(tensor.layout is torch.jagged and tensor.dim() > 3 and ragged_axis(tensor) == 1 for tensor in tensors)
 
 

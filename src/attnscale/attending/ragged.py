@@ -125,7 +125,7 @@ class Ragged:
 
 
 def visible_range(rows: Layout, keys: Layout, seen: Visibility, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return for each row the position of its first visible key, and of the first key behind the last one."""
+    """Return for each row the position of its first visible key, and the position after its last visible key."""
     sequence = rows.sequence_of(tokens)
     start, end = keys.offsets[sequence], keys.offsets[sequence + 1]
     own_start, own_end = rows.offsets[sequence], rows.offsets[sequence + 1]

@@ -144,7 +144,7 @@ def _backend(call: Call) -> SDPBackend | None:
 
 @constant_in_graphs
 def enabled_kernels() -> tuple[bool, bool]:
-    """Return True for each enabled kernel, flash and memory-efficient: users disable both for second derivatives."""
+    """Return whether flash and memory-efficient kernels are enabled; users disable both for second derivatives."""
     return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
 
 

@@ -1,7 +1,7 @@
 """Read the scale, the soft-cap and attnscale's rules from the attributes of an attention module.
 
 `self.scale` may also weight a residual branch. So the source code of the class is parsed: does it multiply or divide a
-query, a key or scores by the attribute, or pass it on as a `scale`? Code that a fused path does not run counts too: a
+query, a key or scores by the attribute, or pass it on as a `scale`? Code that only the slow path runs counts too: a
 fused path often ignores the scale silently.
 """
 
@@ -53,7 +53,7 @@ def attribute_scale(around: Parents, head_dim: int) -> tuple[float, str, tuple[f
         use = _use_in_code(module, name)
         scale, readings = _readings(numbers[name], use, head_dim)
         products = tuple(scale * factor for other in others for factor in (numbers[other], 1 / numbers[other]))
-        outright = (numbers[name],) if name in UNMISTAKABLE else ()  # also if its square equals 1/√d_k
+        outright = (numbers[name],) if name in UNMISTAKABLE else ()  # even if its square equals 1/√d_k
         sure = bool(outright) or use is not None
         return scale, _source(path, name), readings + outright + products, sure
     return None
@@ -130,18 +130,18 @@ def _scaling_attributes(kind: type) -> dict[str, str]:
     for node in ast.walk(tree):
         match node:
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                found |= {_own(right): "times"} if _is_scored(left) else {}
-                found |= {_own(left): "times"} if _is_scored(right) else {}
+                found |= {_attribute_of_self(right): "times"} if _is_scored(left) else {}
+                found |= {_attribute_of_self(left): "times"} if _is_scored(right) else {}
             case ast.BinOp(left=left, op=ast.Div(), right=right) if _is_scored(left):
-                found[_own(right)] = "over"
+                found[_attribute_of_self(right)] = "over"
             case ast.AugAssign(target=target, op=ast.Mult() | ast.Div() as op, value=value) if _is_scored(target):
-                found[_own(value)] = "times" if isinstance(op, ast.Mult) else "over"
+                found[_attribute_of_self(value)] = "times" if isinstance(op, ast.Mult) else "over"
             case ast.keyword(arg=name, value=value) if name in SCALE_KEYWORDS:
-                found |= dict.fromkeys(map(_own, ast.walk(value)), "times")
+                found |= dict.fromkeys(map(_attribute_of_self, ast.walk(value)), "times")
     return {name: use for name, use in found.items() if name}
 
 
-def _own(node: ast.AST) -> str | None:
+def _attribute_of_self(node: ast.AST) -> str | None:
     match node:
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             return name

@@ -52,7 +52,7 @@ def configs_at(parents: Parents) -> Configs:
 
     The attribute `config` always counts. Another attribute counts if it is an object with one of the KNOWN_FIELDS.
     """
-    return next((found for _, module in parents if (found := list(_held_by(module)))), [])
+    return next((found for _, module in parents if (found := list(_configs_in(module)))), [])
 
 
 def configured_scale(configs: Configs, parents: Parents, head_dim: int) -> tuple[float, str] | None:
@@ -93,8 +93,8 @@ def rotary_factor(configs: Configs) -> tuple[float, str, float]:
     """Return the factor of a stretched rotary embedding on the scores, the name of its field, and a wrong factor.
 
     The factor is (0.1 m ln s + 1)², or 1 without stretching. Models apply it in the rotation, where it is no scale, or
-    in the scale of the softmax (DeepSeek); both are right. The wrong factor uses `mscale` for m where `mscale_all_dim`
-    is the right field; without such a difference it equals the factor.
+    in the scale of the softmax (DeepSeek); both are right. The wrong factor uses `mscale` for m although
+    `mscale_all_dim` is the right field; if both fields agree, it equals the factor.
     """
     fields = ((f"{name}.{each}", field(config, each)) for name, config in configs for each in ROTARY)
     source, rope = next(((source, each) for source, each in fields if isinstance(each, Mapping) and each), ("", {}))
@@ -125,7 +125,7 @@ def architecture_scale(configs: Configs, around: Parents, head_dim: int) -> tupl
     return None if scale is None else (scale, f"the published {kind}")
 
 
-def _held_by(module: nn.Module) -> Iterator[tuple[str, object]]:
+def _configs_in(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the names and configurations of a module's attributes, `config` first."""
     config = getattr(module, "config", None)
     if _is_configuration(config):

@@ -1,7 +1,7 @@
 """Attention with exact statistics from one pass over the scores: by a fused kernel, or in blocks of rows on a CPU.
 
-To autograd, compilers, dispatch modes and CUDA graphs it is one operator. An operator costs the host as much as the
-kernels behind it, so they are launched directly where no compiler and no mode is active.
+Autograd, compilers, dispatch modes and CUDA graphs see one operator. An operator costs the host as much as the kernels
+that it launches, so kernels are launched directly if no compiler and no mode is active.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from attnscale.numerics import without_autocast
 from attnscale.torch_internals import in_transform, unseen
 from attnscale.visibility import Visibility
 
-ENOUGH_PROGRAMS = 100  # in a decoding step, with one program for each key head; fewer leave most of a GPU idle
+ENOUGH_PROGRAMS = 100  # in a decoding step, which has one program per key head; fewer leave most of a GPU idle
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 """Function of query, key, value, scale and starts of sequences that returns output, lse and sums of every row."""
@@ -68,7 +68,7 @@ def _attends_on_cpu(call: Call) -> bool:
     query, key, value = call.query, call.key, call.value
     if query.device.type != "cpu" or unseen(query) or in_transform() or torch.is_autocast_enabled("cpu"):
         return False
-    if call.visibility.hides_by_numbers:  # a row with such numbers only still has weights
+    if call.visibility.hides_by_numbers:  # a row whose keys are all hidden by numbers still has weights
         return False
     return not _learns(query, key, value, call.sinks, call.visibility.mask) or (
         call.visibility.is_plain
@@ -119,7 +119,7 @@ def attend_directly(
 ) -> tuple[Tensor, ScoreStats]:
     """Compute attend() without the operator.
 
-    `starts`: where packed sequences begin and the last one ends; `longest` of them is what a backward asks for.
+    `starts` holds the start of each packed sequence and the end of the last one; a backward needs the `longest` length.
     """
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         output, pool = _Attention.apply(query, key, value, attend, scale, is_causal, starts, longest)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from attnscale.measure.cuda.launch import is_intercepted, kernels_take
 from attnscale.numerics import lengths, wide_dtype
 from attnscale.visibility import EVERYTHING
 
-BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
+BOUND_SLACK = 1e-5  # larger than the rounding error of a float32 norm
 
 
 def head_lengths(vectors: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def head_lengths(vectors: Tensor) -> Tensor:
 def mean_lengths(
     query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)
 ) -> tuple[Tensor, Tensor]:
-    """Return the root mean square norm of the queries of each head, and of the keys that it uses.
+    """Return the root mean square norm of the queries, and of the keys, that each head uses.
 
     `left_out`, boolean (batch or 1, positions) for each of the two, excludes positions. If it would exclude all
     positions, it is ignored.
@@ -65,10 +65,10 @@ def add_lengths_(
         if left_out is not None:
             squares = squares.masked_fill_(left_out.unsqueeze(1), 0.0)
             counts = (~left_out).expand(len(squares), -1).sum()
-        sums[side, 0] += _shared(squares.sum((0, 2)), query)
+        sums[side, 0] += _repeat_for_group(squares.sum((0, 2)), query)
         sums[side, 1] += counts
         if squares.numel():
-            sums[side, 2] = torch.maximum(sums[side, 2], _shared(squares.amax((0, 2)), query))
+            sums[side, 2] = torch.maximum(sums[side, 2], _repeat_for_group(squares.amax((0, 2)), query))
 
 
 def mean_cosine(query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
@@ -90,7 +90,7 @@ def mean_cosine(query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tenso
     return (squares / (traces[0] * traces[1]).sum(0)).sqrt()
 
 
-def _shared(of_keys: Tensor, query: Tensor) -> Tensor:
+def _repeat_for_group(of_keys: Tensor, query: Tensor) -> Tensor:
     """Repeat a value per key head for each query head that shares it."""
     group = query.shape[1] // max(len(of_keys), 1)
     return of_keys if group == 1 else of_keys.repeat_interleave(group)

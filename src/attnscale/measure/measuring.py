@@ -20,7 +20,7 @@ from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import LEAST_POSITIONS, Sample, design, foreseen_variance, sample_rows
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.uncertainty import packed_size
-from attnscale.torch_internals import looks_on, unseen
+from attnscale.torch_internals import has_mode, unseen
 from attnscale.visibility import Visibility
 
 
@@ -32,7 +32,7 @@ def check_rows(rows: int | None) -> None:
 
 def measure(call: Call, rows: int | None) -> ScoreStats:
     """Measure every row, or about `rows` rows per head; as one custom op if a mode or compiler is active."""
-    by_op = unseen(call.query) or looks_on() or (call.query.is_cuda and is_intercepted(call.query, call.key))
+    by_op = unseen(call.query) or has_mode() or (call.query.is_cuda and is_intercepted(call.query, call.key))
     return _measure_by_op(call, rows) if by_op else measured(call, rows)
 
 

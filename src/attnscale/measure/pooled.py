@@ -191,10 +191,10 @@ def merged(parts: list[Pooled]) -> Pooled:
     total = torch.stack(scores).sum(0)
     weighted = [own * part.mean for own, part in zip(scores, parts, strict=True)]
     mean = torch.stack(weighted).sum(0) / torch.where(total > 0, total, 1.0)
-    pooled = torch.stack([_moved(part.sums, part.mean - mean) for part in parts]).sum(0)
+    pooled = torch.stack([_shift_mean(part.sums, part.mean - mean) for part in parts]).sum(0)
     pooled[:, SUMS.index("deviations")] = 0.0
     uncertain = [(part.mean - mean, part.uncertainty) for part in parts]
-    errors = [uncertainty.moved(_move(delta)) for delta, uncertainty in uncertain if uncertainty is not None]
+    errors = [uncertainty.moved(_shift_matrix(delta)) for delta, uncertainty in uncertain if uncertainty is not None]
     return Pooled(
         rows=torch.stack([part.rows for part in parts]).sum(0),
         count=torch.stack([part.count for part in parts]).sum(0),
@@ -207,15 +207,15 @@ def merged(parts: list[Pooled]) -> Pooled:
     )
 
 
-def _moved(sums: Tensor, delta: Tensor) -> Tensor:
+def _shift_mean(sums: Tensor, delta: Tensor) -> Tensor:
     """Convert sums of deviations from a mean to deviations from a mean lower by delta."""
     scores, deviations, squares = sums[:, :3].unbind(-1)
     about = scores, deviations + delta * scores, squares + 2 * delta * deviations + delta**2 * scores
     return torch.cat([torch.stack(about, dim=-1), sums[:, 3:]], dim=-1)
 
 
-def _move(delta: Tensor) -> Tensor:
-    """Return _moved() as a matrix, (heads, sums, sums)."""
+def _shift_matrix(delta: Tensor) -> Tensor:
+    """Return _shift_mean() as a matrix, (heads, sums, sums)."""
     matrix = torch.eye(len(SUMS), dtype=delta.dtype, device=delta.device).repeat(delta.shape[0], 1, 1)
     matrix[:, 1, 0] = delta
     matrix[:, 2, 0] = delta**2

@@ -139,7 +139,7 @@ def _merged(ragged: Ragged, parts: list[ScoreStats]) -> ScoreStats:
 
 
 def _kernels_take(ragged: Ragged) -> bool:
-    """Return True if the kernels support this: queries and keys at the same positions, and at most a causal mask."""
+    """Return True if the kernels support this batch: queries and keys at the same positions, at most a causal mask."""
     row, seen = ragged.row, ragged.row.visibility
     plain = seen.mask is None and seen.documents is None and seen.first is None and seen.last in (None, 0)
     if not plain or row.softcap is not None or not kernels_take(row) or is_intercepted(row.query, row.key, row.value):

@@ -59,14 +59,14 @@ def measure_rows(
         return _measure_entries(call, positions, entries)
     visible = visible_rows(call, positions)
     cut = in_strips(call, [(0, visible.shape[-1])] * visible.shape[0])
-    return finished(_passed_over(call, positions, visible, cut, output), visible)
+    return finished(_measure_strips(call, positions, visible, cut, output), visible)
 
 
 def _measure_entries(call: Call, positions: Tensor, entries: Tensor) -> RowSums:
     entries, order = entries.sort(stable=True)
     visible = visible_rows(call)[entries, :, positions[order]].mT.unsqueeze(0)
     ends = torch.bincount(entries, minlength=call.query.shape[0]).cumsum(0).tolist()
-    sums = _passed_over(call, positions[order], visible, in_strips(call, list(pairwise([0, *ends]))), None)
+    sums = _measure_strips(call, positions[order], visible, in_strips(call, list(pairwise([0, *ends]))), None)
     rows, back = finished(sums, visible), order.argsort()
     return RowSums(**{name: getattr(rows, name)[..., back] for name in ROW_FIELDS})
 
@@ -91,7 +91,7 @@ def _sums_of(scores: Tensor, visible: Tensor | None) -> Tensor:
     return sums
 
 
-def _passed_over(call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None) -> Tensor:
+def _measure_strips(call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None) -> Tensor:
     sums = _sums(call, positions, visible, cut, output, wide_dtype(call.query))
     if output is not None:
         output.div_(sums[1].clamp(min=1.0).unsqueeze(-1))  # below 1 only for a row without keys, with output zero
@@ -167,7 +167,7 @@ class Pass:
             shape = *part.shape[:2], keys.stop - keys.start
             both = room[: 2 * math.prod(shape)].view(2, *shape)
             torch.bmm(part, key[..., keys], out=both[1])
-            shown = self._shown(seen, at, ends[0], keys, both[1])
+            shown = self._mask(seen, at, ends[0], keys, both[1])
             reduce_rows(both, shown, sums[index])
             if value is not None and outputs is not None:
                 torch.bmm(both[0], value[:, keys], out=outputs[index])
@@ -198,7 +198,7 @@ class Pass:
         """Return True if enough blocks use the transposed keys to pay for a contiguous copy."""
         return query.device.type == "cpu" and query.shape[-2] >= 4 * self.block
 
-    def _shown(self, seen: Visibility, at: slice | Tensor, lowest: int, keys: slice, scores: Tensor) -> Tensor | None:
+    def _mask(self, seen: Visibility, at: slice | Tensor, lowest: int, keys: slice, scores: Tensor) -> Tensor | None:
         """Apply soft-cap and bias; return 1 for visible and 0 for hidden keys of the last columns; None if all visible.
 
         All keys before the last columns are visible.
@@ -245,13 +245,13 @@ def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
     torch.exp2(below, out=weights)
     if shown is not None:
         weights[..., last].mul_(shown)
-    sums[6] = below[..., 0] if shown is None or last.start else _first_shown(below, shown)
+    sums[6] = below[..., 0] if shown is None or last.start else _first_visible(below, shown)
     torch.sum(both, -1, out=sums[1:3])
     torch.linalg.vector_norm(both, dim=-1, out=sums[3:5])
     torch.sum(below.mul_(weights), -1, out=sums[5])
 
 
-def _first_shown(scores: Tensor, shown: Tensor) -> Tensor:
+def _first_visible(scores: Tensor, shown: Tensor) -> Tensor:
     first = shown.argmax(-1, keepdim=True)
     return scores.gather(-1, first.expand(*scores.shape[:-1], 1)).squeeze(-1)
 

@@ -12,7 +12,7 @@ VANISHED = -1e4  # replaces a logit of −∞: exp gives zero too, but −∞ ti
 class RowSums:
     """Sums over the visible keys of each row, (batch, heads, rows), relative to the row's maximum.
 
-    They are relative so that scores of 10,000 lose no more digits than scores of one. A row without visible keys has
+    Relative sums of scores of 10,000 lose no more digits than those of scores of one. A row without visible keys has
     `visible` 0, and every statistic excludes it.
     """
 

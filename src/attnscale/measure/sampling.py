@@ -1,7 +1,7 @@
 """Rows sampled without replacement, in strata of neighbouring positions.
 
 Rows with an unusually large predicted variance are always included. On a CPU, rows are drawn from all batch entries
-together. GPU kernels draw equally many rows from each entry. Attention written out in Python uses the same rows of
+together. GPU kernels draw equally many rows from each entry. Hand-written attention uses the same rows of
 every entry, as a cluster sample.
 """
 
@@ -22,8 +22,8 @@ from attnscale.numerics import is_surely_finite, wide_dtype
 ROWS_A_STRATUM = 3  # enough to estimate the variance between neighbouring positions
 LEAST_POSITIONS = 2  # one position gives no variance between rows
 CERTAIN_SHARE = 4  # if rows see different numbers of keys, 1/4 of the sampled rows are the first positions
-STANDING_OUT_SHARE = 8  # at most 1/8 of the sampled rows are predicted outliers
-STANDS_OUT = 3.0  # an outlier has at least 3 times the mean predicted variance of a row
+OUTLIER_SHARE = 8  # at most 1/8 of the sampled rows are predicted outliers
+OUTLIER_RATIO = 3.0  # an outlier has at least 3 times the mean predicted variance of a row
 FORESEEN_KEYS = 256  # keys used for the prediction: enough to find outliers, and cheaper than measuring rows
 SOURCE = np.random.default_rng(0)  # separate generator: measuring must not change the random numbers of training
 
@@ -109,16 +109,16 @@ class Design:
 
 
 @lru_cache(maxsize=64)
-def design(rows: int, length: int, batch: int, uneven: bool, standing_out: int = 0) -> Design | None:
+def design(rows: int, length: int, batch: int, uneven: bool, outliers: int = 0) -> Design | None:
     """Return a design for about `rows` rows per head, spread over position and batch; None to measure every row.
 
     `uneven` means that rows see different numbers of keys, usually few at the start: the first positions are then
-    always included, and strata widen towards the end. `standing_out` is the number of outliers to include.
+    always included, and strata widen towards the end. `outliers` is the number of outliers to include.
     """
     wanted = max(LEAST_POSITIONS, -(-rows // max(batch, 1)))
     if wanted >= length:
         return None
-    certain = (wanted // CERTAIN_SHARE if uneven else 0) + standing_out
+    certain = (wanted // CERTAIN_SHARE if uneven else 0) + outliers
     strata = max(1, (wanted - certain) // ROWS_A_STRATUM)
     given = [step * (wanted - certain) // strata for step in range(strata + 1)]
     # Each stratum has as many positions as are drawn from it, plus its share of the remaining positions.
@@ -139,7 +139,7 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
     `foreseen`, (batch, heads, length), is the predicted variance of the scores of each row.
     """
     known = None if foreseen is None else foreseen.permute(1, 2, 0).flatten(1)
-    first = None if known is None else _standing_out(known, rows // STANDING_OUT_SHARE)
+    first = None if known is None else _outliers(known, rows // OUTLIER_SHARE)
     certain = 0 if first is None else len(first)
     planned = design(rows, batch * length, 1, uneven, certain)
     if planned is None:
@@ -153,9 +153,9 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
     return Sample(drawn // batch, planned.stratum, planned.sizes, drawn % batch, cumulants)
 
 
-def _standing_out(known: Tensor, most: int) -> Tensor | None:
+def _outliers(known: Tensor, most: int) -> Tensor | None:
     """Return the rows furthest above the mean of any head, in increasing order; None if no row is an outlier."""
-    usual = known.mean(1, keepdim=True) * STANDS_OUT
+    usual = known.mean(1, keepdim=True) * OUTLIER_RATIO
     above = (known / torch.where(usual > 0, usual, torch.inf)).nan_to_num(0.0)
     if not most or not above.numel() or not bool((above >= 1).any()):
         return None

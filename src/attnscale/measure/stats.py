@@ -22,8 +22,8 @@ from attnscale.results import Result
 class ScoreStats(Result):
     """Statistics of the visible scores, one value per query head; `a + b` merges disjoint rows, batches or ranks.
 
-    They do not keep the caller's tensors. Statistics captured in a CUDA graph are `refreshed` by each replay: the
-    values are then read again.
+    ScoreStats does not keep the caller's tensors. Each replay of a CUDA graph updates the statistics that it captured,
+    which are then marked `refreshed`, and their values are read again.
     """
 
     heads: int
@@ -140,7 +140,7 @@ class ScoreStats(Result):
     def stderr(self, name: str) -> Tensor:
         """Return the standard error of a statistic from sampled rows; zero if every row was measured.
 
-        It is widened so that ±1.96 standard errors cover about 95%, although rows are few and skewed: see decision 4.
+        The error is widened so that ±1.96 standard errors cover about 95% even for few, skewed rows: see decision 4.
         It is NaN if the sampled rows do not suffice: `doubts()` says why.
         """
         if name in ROOT_OF:
@@ -182,7 +182,7 @@ class ScoreStats(Result):
         gathered = packed.new_empty(world * packed.shape[0], *packed.shape[1:])
         dist.all_gather_into_tensor(gathered, packed, group=group)
         pooled = merged([unpack(part)() for part in gathered.chunk(world)])
-        assert pooled.uncertainty is not None  # every rank sent one
+        assert pooled.uncertainty is not None  # every rank has sent its uncertainty
         return ScoreStats(self.heads, not pooled.uncertainty.freedom.any(), pooled)
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads
     [0, 1, 2, 3, 4]
     """
     queue, most = deque(tasks), torch.get_num_threads()
-    if min(most, threads) < 2 or torch.compiler.is_compiling() or in_transform():  # other threads are outside of both
+    if min(most, threads) < 2 or torch.compiler.is_compiling() or in_transform():  # neither covers other threads
         work(_tasks_from(queue))
         return
     infers = torch.is_inference_mode_enabled()  # a new thread starts with the default

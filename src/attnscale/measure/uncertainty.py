@@ -117,8 +117,8 @@ def packed_size(sums: int) -> int:
 def uncertainty_of_totals(sample: "Sample", features: Tensor, least: Tensor, feature: int) -> Uncertainty:
     """Return the uncertainty of the estimated totals of features (heads, rows, features), rows in sample order.
 
-    `least`, (heads, rows), is a theoretical variance of each row for the feature with index `feature`. If it is larger
-    than the sampled variance, it replaces it.
+    `least`, (heads, rows), is a theoretical variance of each row for the feature with index `feature`. The larger of
+    this and the sampled variance is used.
     """
     stratum, sizes = sample.stratum.to(features.device), sample.sizes.to(features)
     strata, heads = len(sizes), len(features)
@@ -144,8 +144,8 @@ def uncertainty_of_totals(sample: "Sample", features: Tensor, least: Tensor, fea
 def foreseen_error(values: Tensor, stratum: Tensor, sizes: Tensor) -> Tensor:
     """Return cumulants (heads, 3) of the sampling error of the total of `values`, (heads, rows) ordered by stratum.
 
-    They are the second cumulant, the third, and the sum over strata of the squared second cumulant. `stratum` is that
-    of each sampled row, `sizes` are the numbers of rows in each.
+    They are the second cumulant, the third, and the sum over strata of the squared second cumulant. `stratum` has
+    the stratum of each sampled row, and `sizes` the number of rows in each stratum.
     """
     values, numbers = values.double(), sizes.to(torch.float64)
     taken = torch.bincount(stratum, minlength=len(sizes)).double()

@@ -146,7 +146,7 @@ class ProbedCall:
     padding: Tensor | None = None
     stats: ScoreStats | None = None  # statistics to pool into the buffer, if no kernel wrote to it
     probed: SampledRows | None = None  # sampled rows, if a kernel wrote to the buffer
-    has_gradients: tuple[bool, bool] = (False, False)  # whether the buffer has those of queries and of keys
+    has_gradients: tuple[bool, bool] = (False, False)  # True if the buffer has those of queries, and of keys
     is_over: bool = False  # True if its step has ended, even by an error
     host: HostNumbers | None = None  # set at the end of the step
 

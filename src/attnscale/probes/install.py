@@ -1,4 +1,4 @@
-"""Ops of probes, and their installation in a module, which then has a probed class.
+"""Definition of probe ops, and installation of probes in a module, by giving the module a probed class.
 
 Dynamo guards on the class, so a compiled model has a second graph for the probed class and switches between both
 without recompilation. The probed forward calls the plain one between two marker functions, which Dynamo puts into the
@@ -17,7 +17,7 @@ from attnscale.probes.intercept import FRAMES, Frame, ProbeTensors
 from attnscale.torch_internals import is_exporting, is_fake
 
 PREFIX = "_attnscale_"
-FALLBACK = "fallback"  # the kind of a probe that runs the module uncompiled under the tracer
+FALLBACK = "fallback"  # kind of probe that runs the module uncompiled under the tracer
 LIBRARY = torch.library.Library("attnscale", "FRAGMENT")
 
 
@@ -90,7 +90,7 @@ def _set_probes(module: nn.Module, names: tuple[str, ...], layouts: str) -> None
 
 
 def enter_in_graph(names: str, layouts: str, *tensors: ProbeTensors) -> None:
-    """Mark the begin of a module's run in a traced graph."""
+    """Mark the beginning of a module's run in a traced graph."""
     if not _is_dynamo_asking(tensors):
         FRAMES.enter(Frame(names, layouts, tensors, is_traced=True))
 

@@ -1,7 +1,7 @@
 """Find the attention calls of a module while it runs, or while the compiler traces it, and hand them to its probes.
 
-Functions that attend are seen by their name in an eager run, and by a torch-function mode while a graph is traced.
-Attention that is written out is seen below autograd: a product of activations whose image comes to a softmax.
+In an eager run, SDPA is intercepted by its redirected Python name; while a graph is traced, a torch-function mode
+intercepts it. Hand-written attention is found below autograd: a product of activations that leads to a softmax.
 """
 
 import math
@@ -24,48 +24,48 @@ from attnscale.watching.plan import ModulePlan
 from attnscale.watching.rows import keys_nobody_sees
 from attnscale.watching.sdpa_names import SDPA, STATE, TORCH_NAMES, Redirected, is_redirected
 
-KERNEL = "-"  # in the place of a layout: SDPA computes the call
-ROW_MAXIMA = "rows"  # likewise: FlexAttention does, and the scores are the maximum of each row
-ITSELF = "="  # before a layout: queries and keys have the same positions
+KERNEL = "-"  # used instead of a layout: SDPA computes the call
+ROW_MAXIMA = "rows"  # used instead of a layout: FlexAttention computes the call; scores are the maxima of rows
+ITSELF = "="  # prefix of a layout: queries and keys have the same positions
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 class Modification(NamedTuple):
-    """FlexAttention's two functions, by their number in MODIFICATIONS, and the tensors that they take."""
+    """FlexAttention's two functions, by their index in MODIFICATIONS, and the tensors that they read."""
 
     functions: int
-    buffers: list[Tensor]  # of the first function, then of the second
+    buffers: list[Tensor]  # those of score_mod, then those of mask_mod
 
 
-# score_mod and mask_mod of each traced call, and how many buffers are of the first; they live as long as any graph may.
+# score_mod, mask_mod and number of score_mod's buffers of each traced call; never freed, since a graph may use them.
 MODIFICATIONS: list[tuple[Any, Any, int]] = []
 
 
 class AttentionCall(NamedTuple):
     """One attention call: query (batch, heads, q_len, d) and key (batch, kv_heads, kv_len, d) of SDPA or FlexAttention.
 
-    Of an attention that is written out, query and key are the two operands of its product, as they lay there.
+    For hand-written attention, query and key are the two operands of the product, in their original layout.
     """
 
     query: Tensor
     key: Tensor
-    scores: Tensor | None = None  # written out: the input of the softmax
+    scores: Tensor | None = None  # input of the softmax, if hand-written
     mask: Tensor | None = None
-    hidden_keys: Tensor | None = None  # that the mask hides from every query; a graph computes it once for all layers
-    layout: str = KERNEL  # how scores and operands lie
+    hidden_keys: Tensor | None = None  # hidden by the mask from every query; a graph computes it once for all layers
+    layout: str = KERNEL  # order of the axes of scores and operands
     attends_itself: bool = False  # queries and keys have the same positions
     is_causal: bool = False
     scale: float = 1.0
-    modification: Modification | None = None  # of FlexAttention
+    modification: Modification | None = None  # None unless FlexAttention computes the call
 
     def detached(self) -> "AttentionCall":
-        """Return it without its operands' gradients."""
+        """Return the call with tensors detached from autograd."""
         scores = None if self.scores is None else self.scores.detach()
         return self._replace(query=self.query.detach(), key=self.key.detach(), scores=scores)
 
     @property
     def is_written(self) -> bool:
-        """True of an attention that is written out."""
+        """True for hand-written attention."""
         return self.layout not in (KERNEL, ROW_MAXIMA)
 
     @property
@@ -75,14 +75,14 @@ class AttentionCall(NamedTuple):
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """Further fields, which a graph holds as constants."""
+        """The fields that a graph stores as constants."""
         return self[5:9]
 
 
 def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
-    """Read the arguments of SDPA; None where no probe takes them."""
-    given = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | kwargs
-    query, key, mask, scale = given["query"], given["key"], given.get("attn_mask"), given.get("scale")
+    """Read the arguments of SDPA; None if no probe supports them."""
+    inputs = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | kwargs
+    query, key, mask, scale = inputs["query"], inputs["key"], inputs.get("attn_mask"), inputs.get("scale")
     if query.dim() != 4 or query.is_nested or key.is_nested:
         return None
     return AttentionCall(
@@ -90,37 +90,37 @@ def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | 
         key,
         mask=mask,
         hidden_keys=None if mask is None else keys_nobody_sees(Visibility.of(mask, is_causal=False).mask),
-        is_causal=bool(given.get("is_causal")),
+        is_causal=bool(inputs.get("is_causal")),
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
     )
 
 
-def read_flex(given: dict[str, Any]) -> AttentionCall | None:
-    """Read the arguments of FlexAttention in a graph that is traced; None where no probe takes them."""
-    own, others = given["score_buffers"], given["mask_buffers"]
+def read_flex(inputs: dict[str, Any]) -> AttentionCall | None:
+    """Read the arguments of FlexAttention while a graph is traced; None if no probe supports them."""
+    own, others = inputs["score_buffers"], inputs["mask_buffers"]
     if not all(isinstance(buffer, Tensor) for buffer in (*own, *others)):
         return None
-    MODIFICATIONS.append((given["score_mod"], given["block_mask"][-1], len(own)))
+    MODIFICATIONS.append((inputs["score_mod"], inputs["block_mask"][-1], len(own)))
     modification = Modification(len(MODIFICATIONS) - 1, [buffer.detach() for buffer in (*own, *others)])
-    return AttentionCall(given["query"], given["key"], scale=float(given["scale"]), modification=modification)
+    return AttentionCall(inputs["query"], inputs["key"], scale=float(inputs["scale"]), modification=modification)
 
 
-ProbeTensors = Tensor | tuple[Tensor, ...]  # what a probed module holds for a probe
-PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}  # which arguments are the operands
-PROJECTIONS = frozenset(("mm", "addmm", "convolution", "linear"))  # beyond which no product is followed
+ProbeTensors = Tensor | tuple[Tensor, ...]  # tensors that a probed module stores for a probe
+PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}  # argument positions of the operands
+PROJECTIONS = frozenset(("mm", "addmm", "convolution", "linear"))  # results of these are not followed further
 
 
 class ProbeKind:
-    """One kind of probe. `tensors` are those that its module holds for it; in a graph, of a subclass of Tensor."""
+    """One kind of probe. Its module stores its `tensors`; in a graph, they are of a subclass of Tensor."""
 
     def at_entry(self, tensors: Any) -> None:
-        """Note that a run of the module begins."""
+        """Record that a run of the module begins."""
 
     def at_call(self, call: AttentionCall, tensors: Any, number: int) -> None:
-        """Measure a call; `number` counts those in a run of the module."""
+        """Measure a call; `number` is its index among the calls in this run of the module."""
 
     def at_unplanned_softmax(self, tensors: Any) -> None:
-        """Note a softmax beyond those of the plan."""
+        """Record a softmax that is not in the plan."""
 
 
 class PlannedLayout(NamedTuple):
@@ -131,7 +131,7 @@ class PlannedLayout(NamedTuple):
 
 
 UNPLANNED = PlannedLayout(KERNEL, False)
-KINDS: dict[str, ProbeKind] = {}  # by the name that a graph holds as a constant
+KINDS: dict[str, ProbeKind] = {}  # by name; a graph stores the name as a constant
 
 
 @lru_cache
@@ -140,7 +140,7 @@ def _kinds(names: str) -> tuple[ProbeKind, ...]:
 
 
 def layouts_of(module: ModulePlan) -> str:
-    """Return what the planned calls of a module say to their probes, as text: a graph holds it as a constant."""
+    """Return the layouts of a module's planned calls as text, which a graph can store as a constant."""
     codes = (KERNEL if call.written is None else call.written.layout.code for call in module.calls)
     owns = (ITSELF * call.template.attends_itself for call in module.calls)
     return " ".join(map(str.__add__, owns, codes))
@@ -148,7 +148,7 @@ def layouts_of(module: ModulePlan) -> str:
 
 @lru_cache
 def _split(layouts: str) -> tuple[list[PlannedLayout], bool]:
-    """Return the layout of each call that layouts_of() wrote down, and True if one is written out."""
+    """Reverse layouts_of(): return the layout of each call, and True if one of the calls is hand-written."""
     found = [PlannedLayout(each.removeprefix(ITSELF), each.startswith(ITSELF)) for each in layouts.split()]
     return found, any(each.code != KERNEL for each in found)
 
@@ -156,7 +156,7 @@ def _split(layouts: str) -> tuple[list[PlannedLayout], bool]:
 class Frame:
     """One run of a probed module: its probes, each with its tensors, and the number of calls so far.
 
-    `layouts` has the layout of each planned call that is written out; without one, none is looked for.
+    `layouts` has the layout of each planned call; without a hand-written one, softmaxes are not intercepted.
     """
 
     def __init__(self, names: str, layouts: str, tensors: tuple[ProbeTensors, ...], is_traced: bool) -> None:
@@ -165,7 +165,7 @@ class Frame:
         self._layouts, has_written = _split(layouts)
         self._contexts: list[Any] = [_SoftmaxMode(self)] if has_written else []
         if is_traced:
-            self._contexts.append(Redirected(TORCH_NAMES))  # torch functions call SDPA by its name, which no mode sees
+            self._contexts.append(Redirected(TORCH_NAMES))  # no mode sees the calls of SDPA by torch's own functions
         if is_traced or not is_redirected():
             self._contexts.append(_FunctionMode(self))
         for context in self._contexts:
@@ -175,16 +175,16 @@ class Frame:
 
     def close(self) -> None:
         """End the run."""
-        while self._contexts:  # of which modes hold this frame
+        while self._contexts:  # the modes among them hold references to this frame
             self._contexts.pop().__exit__(None, None, None)
 
     @property
     def is_innermost(self) -> bool:
-        """Return True if the module's own code runs, and not that of a module inside it, a probe or a transform."""
+        """Return True if the module's own code runs, not the code of an inner module, of a probe or of a transform."""
         return FRAMES.innermost is self and not self._is_busy and not in_transform()
 
     def at_softmax(self, scores: Tensor, axis: int, left: Tensor, right: Tensor) -> None:
-        """Measure a softmax over this axis of an image of a product."""
+        """Measure a softmax over this axis of scores, which were computed from the product of `left` and `right`."""
         planned = self._next()
         if planned is None:
             for kind, tensors in self._probes:
@@ -195,7 +195,7 @@ class Frame:
     def at_sdpa(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure a call of SDPA, then run it.
 
-        Under a torch.func transform it only runs: nothing may be written there that the transform does not know of.
+        Under a torch.func transform, do not measure: a probe would write to tensors that the transform does not know.
         """
         call = None if self._is_busy or in_transform() else read_sdpa(args, kwargs)
         if call is not None:
@@ -205,13 +205,13 @@ class Frame:
 
     def at_flex(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run FlexAttention with the maximum of each row, and measure it."""
-        given = dict(zip(FLEX_ARGUMENTS, args, strict=False)) | kwargs
-        call = None if self._is_busy or in_transform() else read_flex(given)
+        inputs = dict(zip(FLEX_ARGUMENTS, args, strict=False)) | kwargs
+        call = None if self._is_busy or in_transform() else read_flex(inputs)
         if call is None:
             return function(*args, **kwargs)
-        given["kernel_options"] = {**given["kernel_options"], "OUTPUT_MAX": True}
-        returned = function(*(given[name] for name in FLEX_ARGUMENTS))
-        maxima = returned[2].detach() * math.log(2)  # the kernel counts in powers of two
+        inputs["kernel_options"] = {**inputs["kernel_options"], "OUTPUT_MAX": True}
+        returned = function(*(inputs[name] for name in FLEX_ARGUMENTS))
+        maxima = returned[2].detach() * math.log(2)  # the kernel uses base 2
         self._measure(call._replace(scores=maxima, layout=ROW_MAXIMA), self._next() or UNPLANNED)
         return returned
 
@@ -256,7 +256,7 @@ FRAMES = _Frames()
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Sees every function that a traced graph calls."""
+    """Intercept the attention functions that a traced graph calls."""
 
     def __init__(self, frame: Frame) -> None:
         super().__init__()
@@ -265,13 +265,13 @@ class _FunctionMode(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is SDPA and FRAMES.innermost is self._frame:
             return self._frame.at_sdpa(args, kwargs or {})
-        if str(function) == "flex_attention" and FRAMES.innermost is self._frame:  # to import it loads the compiler
+        if str(function) == "flex_attention" and FRAMES.innermost is self._frame:  # its import loads the compiler
             return self._frame.at_flex(function, args, kwargs or {})
         return function(*args, **(kwargs or {}))
 
 
 class _SoftmaxMode(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
-    """Follows what is made of a product, up to the next product, and reports every softmax of it."""
+    """Follow the tensors computed from a product, up to the next product, and report every softmax of them."""
 
     supports_higher_order_operators = True
 

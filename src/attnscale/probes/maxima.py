@@ -1,8 +1,8 @@
 """The probe of QKClip: the largest score of each head since the last step, in a buffer on the model's device.
 
 Each probed module holds a buffer with one row for each of its planned calls: the largest score of each head that
-passed the limit, then the limit, and how often it was called. The last row counts calls that are not in the plan. A
-backward pass that recomputes a forward writes nothing.
+passed the limit, then the limit, and the number of times that the call ran. The last row counts calls that are not in
+the plan. A backward pass that recomputes a forward writes nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ from attnscale.watching.layer import Layer
 from attnscale.watching.layout import layout_from
 
 KIND = "maxima"
-LIMIT, CALLS = -2, -1  # columns behind the heads
+LIMIT, CALLS = -2, -1  # columns after those of the heads
 EXTRA_COLUMNS = 2
 
 
@@ -43,7 +43,7 @@ def _probe_max(
     number: int,
 ) -> None:
     """Raise the maxima of a call in its row of the buffer; a call that is not planned is only counted."""
-    if in_backward() or buffer.device != query.device:  # recomputed; or the model was moved since
+    if in_backward() or buffer.device != query.device:  # recomputed, or the model was moved to another device
         return
     if number >= len(buffer) - 1:
         buffer[-1, CALLS] += 1.0
@@ -57,21 +57,21 @@ def _probe_max(
         buffer[number, CALLS] += 1.0
         return
     raise_largest = _raise_largest_again if query.is_cuda and replays(query, key, mask) else _raise_largest
-    given = query, key, mask, hidden_keys
-    raise_largest(given, (buffer,), number, buffer.shape[1], attends_itself, is_causal, scale)
+    inputs = query, key, mask, hidden_keys
+    raise_largest(inputs, (buffer,), number, buffer.shape[1], attends_itself, is_causal, scale)
 
 
 def _raise_largest(
-    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    own: tuple[Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    buffers: tuple[Tensor],
     number: int,
-    width: int,  # of a row; the recorded places in the buffer depend on it
+    width: int,  # of a buffer row; recorded addresses depend on it
     attends_itself: bool,
     is_causal: bool,
     scale: float,
 ) -> None:
     """Raise the maxima of a call of SDPA, in a row of the buffer."""
-    (query, key, mask, hidden_keys), (buffer,) = given, own
+    (query, key, mask, hidden_keys), (buffer,) = inputs, buffers
     row, heads = buffer[number], query.shape[1]
     query, key, _, seen = fold(query, key, key, Visibility.of(mask, is_causal), enable_gqa=True)
     if attends_itself and hidden_keys is not None and hidden_keys.shape[-1] == query.shape[2]:
@@ -99,7 +99,7 @@ probe_max = define_op(
 
 
 class _Maxima(ProbeKind):
-    """In an eager run `buffer.data` is written: a checkpoint may have saved the buffer, and checks its version."""
+    """Eager runs write to `buffer.data`, because a checkpoint may have saved the buffer and checks its version."""
 
     def at_call(self, call: AttentionCall, tensors: Any, number: int) -> None:
         is_eager = type(tensors) is Tensor
@@ -128,7 +128,7 @@ class MaxBuffers:
 
     def __init__(self, placement: Placement, layers: Mapping[str, Layer], limit: float, device: torch.device) -> None:
         self._placement, self._buffers = placement, dict[str, Tensor]()
-        rows: dict[str, list[tuple[int, int]]] = {}  # of each module: the id of a planned call, where its heads begin
+        rows: dict[str, list[tuple[int, int]]] = {}  # by module: (id, index of the first head) of each call
         begin = 0
         for path in placement.modules:
             calls = placement.plan.modules[path].calls
@@ -146,7 +146,7 @@ class MaxBuffers:
         self._places = torch.cat([torch.tensor(padded, dtype=torch.int64).flatten(), ends + CALLS]).to(device)
 
     def installed(self) -> AbstractContextManager[None]:
-        """Return a context in which the model writes to them."""
+        """Return a context in which the model writes to the buffers."""
         return self._placement.probed(KIND, self._buffers.__getitem__)
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -156,16 +156,16 @@ class MaxBuffers:
         return of_heads.view(self._shape).amax(-1), unplanned
 
     def clear_(self) -> None:
-        """Forget what was written."""
+        """Reset the buffers."""
         copy_each_(list(self._buffers.values()), self._empty)
 
     def calls(self) -> list[bool]:
-        """Return for each planned call whether it ran since they were cleared; waits for the device."""
+        """Return True for each planned call that ran since the buffers were cleared; waits for the device."""
         return [ran for buffer in self._buffers.values() for ran in (buffer[:-1, CALLS] > 0).tolist()]
 
 
 def _places_of_heads(layer: Layer, rows: Mapping[str, list[tuple[int, int]]]) -> list[list[int]]:
-    """Return the places of each head's numbers; the same rows serve a layer at every depth."""
+    """Return the indices of each head's numbers; a layer uses the same rows at every depth."""
     path = layer.module if layer.module in rows else ""
     attentions = list(dict.fromkeys(call for call, _ in rows[path]))
     own = attentions[layer.number - 1]

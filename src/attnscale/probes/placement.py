@@ -1,4 +1,4 @@
-"""Placement of probes: the modules of a model with probes by a plan, and those without.
+"""Placement of probes: the modules of a model that get probes by a plan, and the modules that do not.
 
 Fallback modules run under the tracer. Late modules did not run in the trace.
 """
@@ -28,7 +28,7 @@ from attnscale.probes.install import (
 )
 from attnscale.probes.intercept import KINDS, ProbeKind, ProbeTensors, layouts_of
 from attnscale.probes.stats import Slot
-from attnscale.torch_internals import held_by, in_backward
+from attnscale.torch_internals import in_backward, submodules_of
 from attnscale.watching.plan import Plan
 from attnscale.watching.sdpa_names import Redirected, names_of_sdpa
 from attnscale.watching.seen import Seen
@@ -49,7 +49,7 @@ class Placement:
         files = {call.line[0] for each in plan.modules.values() for call in each.calls if call.line is not None}
         runs_eager = not all(each.is_compiled for each in plan.modules.values())
         self._names = names_of_sdpa(files) if runs_eager else []
-        self.buffers: dict[torch.device, NumbersBuffer] = {}  # reused by a monitor at every sampled step
+        self.buffers: dict[torch.device, NumbersBuffer] = {}  # a monitor reuses them at every sampled step
         self.slots: dict[str, tuple[Any, Slot]] = {}  # also reused: a ModuleProbe and the tensors of its module
         self._layouts = {path: layouts_of(plan.modules[path]) for path in self.modules}
 
@@ -190,7 +190,7 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        held = held_by(modules)
+        held = submodules_of(modules)
         number = {id(None): len(modules)} | {id(module): number for number, module in enumerate(modules)}
         self._modules = [weakref.ref(module) for module in modules]
         self._counts = list(map(len, held))
@@ -201,7 +201,7 @@ class Structure:
         modules: list[nn.Module | None] = list(map(operator.call, self._modules))
         if modules[0] is not model or None in modules:
             return False
-        held = held_by(modules)  # type: ignore[arg-type]  # none of them is None here
+        held = submodules_of(modules)  # type: ignore[arg-type]  # none of them is None here
         if list(map(len, held)) != self._counts:
             return False
         expected = map([*modules, None].__getitem__, self._held)

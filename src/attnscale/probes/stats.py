@@ -1,9 +1,9 @@
 """The probe of Monitor: statistics of sampled rows at each planned call, and the gradients that reach its operands.
 
-Each probed module holds the number of its ModuleProbe, in the host's memory, so that one graph serves all modules of
-a class, and a count that the op writes to, which keeps the op in the graph. In a backward pass an op is kept for its
-result: a zero, which is added to a gradient. The backward takes nothing but the number, since whatever else it took
-would have to stay as it is until then, and a checkpoint would recompute it.
+Each probed module stores two tensors. The number of its ModuleProbe, in host memory, lets one graph serve all modules
+of a class. The op writes to a counter, which keeps the op in the graph. In a backward pass, an op stays in the graph
+because its result, a zero, is added to a gradient. The number is the only saved input of the backward op: other inputs
+would have to stay unchanged until the backward pass, and a checkpoint would recompute them.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from attnscale.torch_internals import in_backward
 
 KIND = "stats"
 
-Slot = tuple[Tensor, Tensor]  # the number of a ModuleProbe, and how often its op ran
+Slot = tuple[Tensor, Tensor]  # the number of a ModuleProbe, and a count of the runs of its op
 AddGradients = Callable[[Tensor, Tensor], None]
 UNSAFE = [torch.Tag.cudagraph_unsafe]  # Python code that runs at every call
 
 
-_PROBES: WeakValueDictionary[int, Any] = WeakValueDictionary()  # of modules: step.ModuleProbe
+_PROBES: WeakValueDictionary[int, Any] = WeakValueDictionary()  # each a step.ModuleProbe, by number
 _NUMBERS = count()
 
 
 def slot_of(probe: object) -> Slot:
-    """Return the tensors that a module holds for a probe."""
+    """Return the tensors that a module stores for a probe."""
     number = next(_NUMBERS)
     _PROBES[number] = probe
     return torch.tensor([number]), torch.tensor([0])
@@ -76,7 +76,7 @@ def _probe_flex(
     number: int,
     learns: bool,
 ) -> None:
-    """Measure FlexAttention, by an op of its own: Inductor loses a list inside a checkpoint."""
+    """Measure FlexAttention. A separate op is needed, because Inductor loses a list inside a checkpoint."""
     runs.add_(1)
     modification = Modification(functions, buffers)
     call = AttentionCall(query, key, attends_itself=attends_itself, scale=scale, modification=modification)
@@ -141,7 +141,7 @@ KINDS[KIND] = _Stats()
 
 
 def _follow(tensors: tuple[Tensor, Tensor], add: Callable[[Tensor, Tensor], Tensor | None]) -> None:
-    """Add both gradients when they have passed; a zero that comes back is added to the second."""
+    """Call `add` once both gradients have arrived; if it returns a zero, add the zero to the later gradient."""
     passed: dict[int, Tensor] = {}
 
     def note(side: int, gradient: Tensor) -> Tensor | None:

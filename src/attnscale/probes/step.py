@@ -75,7 +75,7 @@ class _ProbedStep:
         self.modules: list[ModuleProbe] = []
         self._own = threading.local()
         self._own.is_own_thread = True
-        self._dispatch_keys = dispatch_keys()  # which a compiled graph may change
+        self._dispatch_keys = dispatch_keys()  # saved, because a compiled graph may change them
         for buffer in placement.buffers.values():
             buffer.begin()
 
@@ -94,15 +94,15 @@ class _ProbedStep:
             buffers[device] = NumbersBuffer(device, calls, heads)
         return buffers[device]
 
-    def measure(self, call: ProbedCall, given: AttentionCall) -> None:
+    def measure(self, call: ProbedCall, inputs: AttentionCall) -> None:
         """Measure and record a call."""
-        if given.modification is not None:
-            with torch.no_grad(), without_autocast(given.query), with_dispatch_keys(self._dispatch_keys):
-                _measure_flex(call, given, self.settings)
-        elif given.is_written or not _measure_by_kernel(call, given, self.settings):
-            measure = _measure_by_scores if given.is_written else _measure_by_rows
-            with torch.no_grad(), without_autocast(given.query):
-                measure(call, given, self.settings)
+        if inputs.modification is not None:
+            with torch.no_grad(), without_autocast(inputs.query), with_dispatch_keys(self._dispatch_keys):
+                _measure_flex(call, inputs, self.settings)
+        elif inputs.is_written or not _measure_by_kernel(call, inputs, self.settings):
+            measure = _measure_by_scores if inputs.is_written else _measure_by_rows
+            with torch.no_grad(), without_autocast(inputs.query):
+                measure(call, inputs, self.settings)
         self.calls.append(call)
         self.seen.note(call.planned.module, call.planned.line, call, call.depth)
 
@@ -152,11 +152,11 @@ class ModuleProbe:
 
     def __init__(self, path: str, plan: ModulePlan) -> None:
         self.path, self._plan = path, plan
-        self.step: _ProbedStep | None = None  # present step, None between sampled steps
+        self.step: _ProbedStep | None = None  # the current step; None between sampled steps
 
         self.runs = 0  # runs of the module in this step
         self._waiting: list[ProbedCall] = []  # compiled calls before their backward pass
-        self._without: list[ProbedCall] = []  # calls without gradients; recomputation may still provide them
+        self._without: list[ProbedCall] = []  # calls without gradients; a recomputation may still provide them
 
     def begin(self, step: _ProbedStep) -> None:
         """Start measuring for a step."""
@@ -168,7 +168,7 @@ class ModuleProbe:
         self._waiting.clear()
         self._without.clear()
 
-    def measure(self, number: int, given: AttentionCall, learns: bool, is_compiled: bool) -> AddGradients | None:
+    def measure(self, number: int, inputs: AttentionCall, learns: bool, is_compiled: bool) -> AddGradients | None:
         """Measure call `number` of the module's run; return a function that adds the gradients of its operands."""
         step = self.step
         if step is None or not step.is_own_thread:
@@ -178,11 +178,11 @@ class ModuleProbe:
         if not learns:
             step.seen.without_gradients |= not is_compiled and not torch.is_grad_enabled()
         try:
-            call = None if planned is None else self._call(step, planned, given)
+            call = None if planned is None else self._call(step, planned, inputs)
             if call is None:
                 step.failures.append(f"{self.path}: {DIFFERENT}")
                 return None
-            step.measure(call, given)
+            step.measure(call, inputs)
         except Exception as error:  # a failed measurement must not stop the model
             step.failures.append(f"{self.path}: {type(error).__name__}: {error}")
             return None
@@ -192,27 +192,27 @@ class ModuleProbe:
             self._waiting.append(call)
         return call.add_gradients if learns else None
 
-    def _call(self, step: _ProbedStep, planned: PlannedCall, given: AttentionCall) -> ProbedCall | None:
+    def _call(self, step: _ProbedStep, planned: PlannedCall, inputs: AttentionCall) -> ProbedCall | None:
         """Return a call with these sizes and a row of the buffer; None if it differs from the plan."""
         depth = (self.runs - 1) % self._plan.depth
-        if given.is_written and given.scores is not None:
+        if inputs.is_written and inputs.scores is not None:
             written = planned.written
-            if written is None or written.layout.code != given.layout:
+            if written is None or written.layout.code != inputs.layout:
                 return None
-            if not written.layout.fits(given.scores, given.query, given.key):
+            if not written.layout.fits(inputs.scores, inputs.query, inputs.key):
                 return None
-            batch, _, query_len, key_len = written.layout.scores_by_head(given.scores).shape
+            batch, _, query_len, key_len = written.layout.scores_by_head(inputs.scores).shape
             key_heads = len(planned.factors[1])
         else:
-            kind = "sdpa" if given.modification is None else "flex"
-            if planned.template.kind != kind or not planned.fits_kernel(given.query, given.key):
+            kind = "sdpa" if inputs.modification is None else "flex"
+            if planned.template.kind != kind or not planned.fits_kernel(inputs.query, inputs.key):
                 return None
-            _, key_heads, key_len, _ = given.key.shape
-            batch, _, query_len, _ = given.query.shape
+            _, key_heads, key_len, _ = inputs.key.shape
+            batch, _, query_len, _ = inputs.query.shape
         softcap = planned.template.softcap
-        place, numbers = step.buffer(given.query.device).next(planned.template.heads)
+        place, numbers = step.buffer(inputs.query.device).next(planned.template.heads)
         return ProbedCall(
-            planned, depth, batch, query_len, key_len, given.query.dtype, key_heads, softcap, place, numbers
+            planned, depth, batch, query_len, key_len, inputs.query.dtype, key_heads, softcap, place, numbers
         )
 
     def add_compiled_gradients(self, first: Tensor, second: Tensor) -> None:
@@ -225,56 +225,56 @@ class ModuleProbe:
             waiting.pop().add_gradients(first, second)
 
 
-def _measure_by_kernel(call: ProbedCall, given: AttentionCall, settings: Settings) -> bool:
+def _measure_by_kernel(call: ProbedCall, inputs: AttentionCall, settings: Settings) -> bool:
     """Measure a call by a GPU kernel that writes to the buffer; return False if the kernel does not support it."""
-    if not given.query.is_cuda or settings.rows is None:
+    if not inputs.query.is_cuda or settings.rows is None:
         return False
-    hidden = given.hidden_keys
-    leaves_rows_out = given.attends_itself and hidden is not None and hidden.shape[-1] == call.query_len
+    hidden = inputs.hidden_keys
+    leaves_rows_out = inputs.attends_itself and hidden is not None and hidden.shape[-1] == call.query_len
     call.probed = probe(
-        given.query, given.key, given.mask, hidden, leaves_rows_out, given.is_causal, given.scale, settings.rows,
+        inputs.query, inputs.key, inputs.mask, hidden, leaves_rows_out, inputs.is_causal, inputs.scale, settings.rows,
         call.buffer.table, call.buffer.lengths,
     )  # fmt: skip
     if call.probed is None:
         return False
     call.padding = hidden.expand(call.batch, -1) if leaves_rows_out and hidden is not None else None
-    call.multiplier = given.scale
+    call.multiplier = inputs.scale
     return True
 
 
-def _measure_by_rows(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:
+def _measure_by_rows(call: ProbedCall, inputs: AttentionCall, settings: Settings) -> None:
     """Measure a call of SDPA by its rows, like a trace."""
-    seen = Visibility.of(given.mask, given.is_causal)
+    seen = Visibility.of(inputs.mask, inputs.is_causal)
     kernel = KernelCall(
-        "sdpa", given.query, given.key, given.scale, visibility=seen, hidden=given.hidden_keys,
-        attends_itself=given.attends_itself,
+        "sdpa", inputs.query, inputs.key, inputs.scale, visibility=seen, hidden=inputs.hidden_keys,
+        attends_itself=inputs.attends_itself,
     )  # fmt: skip
-    call.stats, call.padding, call.multiplier = kernel.stats(settings.rows), kernel.padding, given.scale
-    _add_lengths(call, given.query, given.key, kernel.padding, kernel.hidden_keys, settings)
+    call.stats, call.padding, call.multiplier = kernel.stats(settings.rows), kernel.padding, inputs.scale
+    _add_lengths(call, inputs.query, inputs.key, kernel.padding, kernel.hidden_keys, settings)
 
 
-def _measure_flex(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:
-    """Measure a call of FlexAttention by its rows: its functions are called with their scores."""
-    assert given.modification is not None  # or it is a call of SDPA
-    functions, buffers = given.modification
+def _measure_flex(call: ProbedCall, inputs: AttentionCall, settings: Settings) -> None:
+    """Measure a call of FlexAttention by its rows: apply score_mod and mask_mod to the scores of the rows."""
+    assert inputs.modification is not None  # otherwise it is a call of SDPA
+    functions, buffers = inputs.modification
     score_mod, mask_mod, own = MODIFICATIONS[functions]
     modify = modified_by(score_mod, mask_mod, buffers[:own], buffers[own:])
-    kernel = KernelCall("flex", given.query, given.key, given.scale, attends_itself=given.attends_itself)
+    kernel = KernelCall("flex", inputs.query, inputs.key, inputs.scale, attends_itself=inputs.attends_itself)
     found = kernel.modified(modify, settings.rows)
     call.stats, call.padding, call.multiplier = found.stats, found.padding, float(found.multiplier)
-    _add_lengths(call, given.query, given.key, found.padding, found.hidden_keys, settings)
+    _add_lengths(call, inputs.query, inputs.key, found.padding, found.hidden_keys, settings)
 
 
-def _measure_by_scores(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:
-    """Measure a written-out attention from its scores, without a synchronisation."""
+def _measure_by_scores(call: ProbedCall, inputs: AttentionCall, settings: Settings) -> None:
+    """Measure a hand-written attention from its scores, without a synchronisation."""
     planned, rows = call.planned.written, settings.rows
     assert planned is not None  # calls of SDPA have no scores
-    assert given.scores is not None
-    scores = planned.layout.scores_by_head(given.scores)
-    query, key = planned.layout.operands(given.query, given.key)
+    assert inputs.scores is not None
+    scores = planned.layout.scores_by_head(inputs.scores)
+    query, key = planned.layout.operands(inputs.query, inputs.key)
     by_key = scores.amax(-2)  # reads all scores once
     hidden = by_key.amax(1) <= NEVER_A_SCORE
-    padding = hidden if given.attends_itself and call.key_len == call.query_len else None
+    padding = hidden if inputs.attends_itself and call.key_len == call.query_len else None
 
     def rows_at(positions: Tensor) -> tuple[Tensor, Tensor]:
         chosen = scores.index_select(-2, positions.to(scores.device, non_blocking=True))
@@ -309,10 +309,10 @@ def _add_lengths(
 
 
 def _scale_arguments(planned: PlannedCall, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, float | None, float]:
-    """Return what the scale is measured by.
+    """Return the arguments from which a scale is measured.
 
-    These are positions of rows, the planned multiplier of q·k, the scale that it stands for, the soft-cap, and the
-    least relative difference from the plan that counts.
+    They are: positions of rows, the planned multiplier of q·k, the scale that corresponds to it, the soft-cap, and the
+    smallest relative difference from the plan that is not ignored.
     """
     written = planned.written
     assert written is not None

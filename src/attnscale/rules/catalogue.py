@@ -50,7 +50,7 @@ def get_rule(rule: str | Rule | type, *, head_dim: int | None = None, heads: int
     """
     if isinstance(rule, str):
         name, _, argument = rule.partition(":")
-        name = _known(name)
+        name = _full_name(name)
         rule = RULES[name]
         if argument:
             return _with_argument(name, rule, argument)
@@ -69,7 +69,7 @@ def rule_name(rule: Rule) -> str:
     return getattr(rule, "__name__", None) or repr(rule)
 
 
-def _known(name: str) -> str:
+def _full_name(name: str) -> str:
     if name in RULES:
         return name
     folded = {_fold(known): known for known in RULES}

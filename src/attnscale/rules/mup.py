@@ -13,7 +13,7 @@ MUP_BASE = 64  # the head dimension at which √base / d_k equals 1/√d_k: the 
 @about(
     formula="q·k · √base / d_k",
     source="muP: Yang et al. 2022, arXiv:2203.03466",
-    use="carrying hyperparameters from one width to another; equals inverse_sqrt at d_k = base",
+    use="transferring hyperparameters from one width to another; equals inverse_sqrt at d_k = base",
 )
 @dataclass(frozen=True)
 class mup:

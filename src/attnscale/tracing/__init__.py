@@ -14,8 +14,8 @@ from attnscale.tracing.roles import Product, Softmax
 READERS = moving.READERS | arithmetic.READERS | softmaxes.READERS | products.READERS
 
 
-# Callback for a softmax: `(scores, node, axis, by="")`, where `node` is that of the scores, and `by` the name of the
-# operation if the softmax is a single one. It returns None if no product is found.
+# Callback for a softmax: `(scores, node, axis, by="")`. `node` is the node of the scores. `by` is the name of the
+# operation if one operation computes the softmax. It returns None if no product is found.
 OnSoftmax = Callable[..., Softmax | None]
 
 
@@ -27,7 +27,7 @@ class Tracer:
 
     def __init__(self, lineage: Lineage, modules: Callable[[], tuple[str, ...]], softmax: OnSoftmax) -> None:
         self.lineage, self.modules, self.softmax = lineage, modules, softmax
-        self._not_understood: dict[object, str] = {}  # module, or product whose exponentials mixed values: module
+        self._not_understood: dict[object, str] = {}  # by module, or by product whose exponentials mixed values
 
     @property
     def module(self) -> str:
@@ -48,7 +48,7 @@ class Tracer:
         self._not_understood[product.token] = product.modules[-1]
 
     def are_normalised(self, product: Product) -> None:
-        """Record that their mixture was divided by their sum."""
+        """Record that the values mixed by exponentials of these scores were divided by the sum of the exponentials."""
         self._not_understood.pop(product.token, None)
 
     def read(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_mutable: bool) -> None:

@@ -19,24 +19,24 @@ from attnscale.tracing.roles import (
     statistic_of,
 )
 
-Meant = Literal["times", "over", "plus", "minus", "rminus", "other"]  # as written; the effect may differ
+Meaning = Literal["times", "over", "plus", "minus", "rminus", "other"]  # in the code; the effect may differ
 WITH_A_GAIN = ("native_layer_norm", "_fused_rms_norm")
 
 
-def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
-    """Read an elementwise sum or product; `meant` is its meaning for the first and for the second operand."""
+def _arithmetic(op: Operation, meaning: tuple[Meaning, Meaning]) -> Node:
+    """Read an elementwise sum or product; `meaning` is one for the first operand and one for the second."""
     operands = op.args[:2]
     side = _main_operand(op, operands)
     main, other = op.lineage.node(operands[side]), operands[1 - side]
     second = op.lineage.node(other) if isinstance(other, Tensor) else None
-    effect, operand = _effect(meant[side], main, other, second)
+    effect, operand = _effect(meaning[side], main, other, second)
     node = moved(main, op.shape, widened(main, op.shape), effect, operand)
     if node.steps:
-        _note_operand(node.steps[0], meant[side], second)
+        _note_operand(node.steps[0], meaning[side], second)
         _note_scaled(node)
     if second is None:
         return node
-    if meant[side] == "over" and isinstance(main.role, (Weights, MixedValues)):
+    if meaning[side] == "over" and isinstance(main.role, (Weights, MixedValues)):
         is_sum = isinstance(second.role, WeightStatistic) and second.role.softmax is main.role.softmax
         main.role.softmax.renormalised |= is_sum
     if op.name == "mul" and main.learned and second.learned and main.shape != op.shape != second.shape:
@@ -55,15 +55,15 @@ def _note_scaled(node: Node) -> None:
         node.role.softmax.factor_after *= step.operand if step.effect == "times" else 1.0 / step.operand
 
 
-def _note_operand(step: Step, meant: Meant, second: Node | None) -> None:
+def _note_operand(step: Step, meaning: Meaning, second: Node | None) -> None:
     """Record the node that was added or multiplied; for a divisor, only whether it is learned."""
-    if meant in ("plus", "minus"):
+    if meaning in ("plus", "minus"):
         step.added = second
-    elif meant == "rminus":
+    elif meaning == "rminus":
         step.added = second or Node(())
-    elif meant == "times" and step.effect != "norm":
+    elif meaning == "times" and step.effect != "norm":
         step.multiplied = second
-    elif meant == "over" and step.effect != "norm" and second is not None:
+    elif meaning == "over" and step.effect != "norm" and second is not None:
         step.multiplied = Node(second.shape, learned=second.learned, parameter=second.parameter)
 
 
@@ -79,31 +79,31 @@ def _main_operand(op: Operation, operands: Sequence[Any]) -> int:
     return max(ranks, key=ranks.__getitem__)
 
 
-def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[Effect, float | Tensor | None]:
+def _effect(meaning: Meaning, main: Node, other: Any, second: Node | None) -> tuple[Effect, float | Tensor | None]:
     if second is None:
         number = _number(other)
-        if meant in ("times", "over"):  # from 1 / x, and from SDPA with scale 1
-            return ("same", number) if number == 1.0 else (meant, number) if number else ("other", None)
-        return ("times", -1.0) if meant == "rminus" else ("plus", number if meant == "plus" else -number)
-    if meant == "rminus":
+        if meaning in ("times", "over"):  # from 1 / x, and from SDPA with scale 1
+            return ("same", number) if number == 1.0 else (meaning, number) if number else ("other", None)
+        return ("times", -1.0) if meaning == "rminus" else ("plus", number if meaning == "plus" else -number)
+    if meaning == "rminus":
         return "times", -1.0
-    if meant == "minus" and isinstance(main.role, Scores) and _is_of_its_row(second, main.role):
+    if meaning == "minus" and isinstance(main.role, Scores) and _is_of_its_row(second, main.role):
         return "shift", other
-    if meant in ("plus", "minus"):
+    if meaning in ("plus", "minus"):
         is_table = other.is_floating_point() and not second.learned  # a table or mask
         return "plus", other if is_table else None
-    if meant == "times" and isinstance(second.role, DropoutMask):
+    if meaning == "times" and isinstance(second.role, DropoutMask):
         return "drop", None
     after_softmax = isinstance(main.role, (Weights, MixedValues))
     if (
-        meant in ("times", "over")
+        meaning in ("times", "over")
         and _even_along_features(other)
         and not (after_softmax and (second.parameter or second.learned))
     ):
         if second.learned and not isinstance(main.role, Scores) and other.numel() > 1:
             return "norm", None
-        return meant, other
-    is_table = meant == "times" and main.role is None and not (second.learned or second.parameter)
+        return meaning, other
+    is_table = meaning == "times" and main.role is None and not (second.learned or second.parameter)
     return "other", other if is_table else None  # a table, such as a rotary embedding's cosines
 
 
@@ -187,16 +187,16 @@ def _weight_norm(op: Operation) -> Node:
 
 
 Elementwise = Callable[[Operation], Node]
-times: Elementwise = partial(_arithmetic, meant=("times", "times"))
-over: Elementwise = partial(_arithmetic, meant=("over", "other"))
-plus: Elementwise = partial(_arithmetic, meant=("plus", "plus"))
-minus: Elementwise = partial(_arithmetic, meant=("minus", "rminus"))
+times: Elementwise = partial(_arithmetic, meaning=("times", "times"))
+over: Elementwise = partial(_arithmetic, meaning=("over", "other"))
+plus: Elementwise = partial(_arithmetic, meaning=("plus", "plus"))
+minus: Elementwise = partial(_arithmetic, meaning=("minus", "rminus"))
 READERS: dict[str, Reader] = {
     "mul": times,
     "div": over,
     "add": plus,
     "sub": minus,
-    "rsub": partial(_arithmetic, meant=("rminus", "minus")),
+    "rsub": partial(_arithmetic, meaning=("rminus", "minus")),
     "neg": _negative,
     **dict.fromkeys(("masked_fill", "index_fill", "fill"), _fill),
     "where": _where,

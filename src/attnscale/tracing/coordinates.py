@@ -25,8 +25,8 @@ NOWHERE = -1
 def viewed(name: str, source: Shape, *args: Any, output: int | None = None, **kwargs: Any) -> tuple[Map, Map]:
     """Return the maps of a view to its source, and back.
 
-    The view is replayed on a tensor without data, whose layout tells where each element lies. `output` is the number of
-    the result, for an operation with several.
+    The view is replayed on a tensor without data, whose layout gives the position of each element. `output` is the
+    index of the result, for an operation with several.
     """
 
     @cache

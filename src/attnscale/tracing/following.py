@@ -22,7 +22,7 @@ class Trace:
     index: Indices  # indices into the requested points
     points: Points
     factor: NDArray[np.float64]
-    shift: NDArray[np.float64]  # amount subtracted by a statistic of the row, such as its maximum
+    shift: NDArray[np.float64]  # statistic of the row that was subtracted, such as its maximum
     counting: bool = True  # factors count, because no normalisation was passed yet
     constant: bool = True  # all factors are numbers in the code, not tensors
     caps: tuple[float, ...] = ()  # for each tanh, the factor that follows it
@@ -52,7 +52,7 @@ class Trace:
 
 
 def follow(node: Node, points: Points, product: Product | None = None) -> list[Trace]:
-    """Follow points back to the start of their lineage, or to `product` if they are images of it."""
+    """Follow points back to the start of their lineage, or to `product` if they were computed elementwise from it."""
     whole = np.arange(len(points))
     traces = [Trace(node, whole, points, np.ones(len(points)), np.zeros(len(points)))]
     ends = []
@@ -146,7 +146,7 @@ def _note_rotation(trace: Trace, step: Step) -> None:
 
 
 def _table(node: Node) -> Tensor | None:
-    """Return the table in the value's last elementwise product, perhaps followed by constant factors; None if none."""
+    """Return the table in the last elementwise product, which constant factors may follow; None without a table."""
     while len(node.steps) == 1 and node.steps[0].effect in ("same", "times", "over") and node.steps[0].back is None:
         node = node.steps[0].parent
     last = node.steps[0] if len(node.steps) == 1 else None
@@ -233,7 +233,7 @@ def channels_along(traces: list[Trace], count: int) -> list[tuple[object, ...]]:
 
 
 def row_of_parameter(channel: tuple[object, ...]) -> tuple[object, ...]:
-    """Return a channel that is a row of a parameter of the model, which is one in every forward; else nothing."""
+    """Return the channel if it is a row of a model parameter, which is the same in every forward; otherwise ()."""
     return channel if channel and isinstance(channel[0], str) else ()
 
 

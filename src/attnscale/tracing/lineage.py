@@ -36,7 +36,7 @@ class Step:
     back: Map | None = None  # None: same coordinates
     effect: Effect = "same"
     operand: float | Tensor | None = None
-    # set if the result is a view, to follow writes to it: a map from the operand to the view, and the operand
+    # set for views, to follow writes to them: a map from the operand to the view, and the operand
     view: tuple[Map, TensorWeakRef] | None = None
     added: "Node | None" = None  # node added to the value; for a normalisation, its bias
     multiplied: "Node | None" = None  # node multiplied with it; for a normalisation, its gain
@@ -92,15 +92,15 @@ def moved(
 ) -> Node:
     """Return the node of a result that moves, or changes elementwise, the elements of its parent."""
     role = None if parent.role is None else parent.role.after(effect)
-    return _made(shape, [Step(parent, back, effect, operand)], role)
+    return _new_node(shape, [Step(parent, back, effect, operand)], role)
 
 
 def joined(shape: Shape, steps: Sequence[Step]) -> Node:
     """Return the node of a result made of several parts."""
-    return _made(shape, steps, role_of_parts(step.parent.role for step in steps))
+    return _new_node(shape, steps, role_of_parts(step.parent.role for step in steps))
 
 
-def _made(shape: Shape, steps: Sequence[Step], role: Role | None) -> Node:
+def _new_node(shape: Shape, steps: Sequence[Step], role: Role | None) -> Node:
     parents = [step.parent for step in steps]
     depth = max((parent.depth for parent in parents), default=0)
     node = Node(

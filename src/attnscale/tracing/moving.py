@@ -133,7 +133,7 @@ def _mean(op: Operation) -> Node:
     axes, keepdim = sorted(arithmetic.reduced_axes(op)), bool(op.argument(2, "keepdim", False))
 
     def back(points: Points) -> Points:
-        """Return the first of the elements that were reduced to these."""
+        """Return the first of the elements that were reduced to each point."""
         for axis in axes:
             points = points if keepdim else np.insert(points, axis, 0, axis=1)
         return points * np.array([axis not in axes for axis in range(len(parent.shape))], dtype=np.int64)

@@ -1,7 +1,7 @@
 """Find the parameter rows that make each head's queries or keys: scaling these rows scales the queries or keys.
 
 Each operation between a query and its projection must preserve a factor. Moves and products do; a sum does if all its
-terms are scaled. A normalisation does not, so after one the rows of its gain are used instead of the weight's.
+terms are scaled. A normalisation does not: after it, the rows of its gain are used, not those of the weight.
 """
 
 import math
@@ -224,7 +224,7 @@ def _beginning(node: Node, index: Indices, points: Points) -> list[_Part]:
 
 
 def _weight(projection: Projection, index: Indices, points: Points) -> list[_Part]:
-    """Return the rows of a projection's weight and bias; its first and last input reveal the input axes."""
+    """Return the rows of a projection's weight and bias; the first and last input show which axes are inputs."""
     if projection.weight.learned:
         raise UntraceableError("the weight of their projection is not a parameter of the model")
     first = projection.channel(points)

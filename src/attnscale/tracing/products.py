@@ -122,7 +122,7 @@ def _mix(
 
 
 def _distance_from_one(weights: Tensor, axis: int, factor: float) -> Tensor:
-    """Return the largest distance of a row's sum from one, without fully masked rows."""
+    """Return the largest distance of a row's sum from one, ignoring fully masked rows."""
     sums = weights.detach().sum(axis, dtype=torch.promote_types(weights.dtype, torch.float32)) / factor
     return torch.where(sums.abs() > NOTHING, (sums - 1).abs(), 0.0).nan_to_num(0.0).amax()
 

@@ -68,7 +68,7 @@ class Role:
 
 
 @dataclass(frozen=True, eq=False)
-class _OfProduct(Role):
+class _ProductRole(Role):
     of: Product
 
     @property
@@ -78,19 +78,19 @@ class _OfProduct(Role):
 
 
 @dataclass(frozen=True, eq=False)
-class Scores(_OfProduct):
+class Scores(_ProductRole):
     """An elementwise image of the product."""
 
     survives, is_image = ELEMENTWISE, True
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreStatistic(_OfProduct):
+class ScoreStatistic(_ProductRole):
     """Any other function of the product, such as its row maximum."""
 
 
 @dataclass(frozen=True, eq=False)
-class Exponentials(_OfProduct):
+class Exponentials(_ProductRole):
     """Exponentials of the scores; some may be set to zero."""
 
     survives: ClassVar[frozenset[Effect]] = MOVED | {"fill"}
@@ -99,7 +99,7 @@ class Exponentials(_OfProduct):
 
 
 @dataclass(frozen=True, eq=False)
-class ExponentialSum(_OfProduct):
+class ExponentialSum(_ProductRole):
     """Sum of exponentials over an axis, its logarithm or inverse; a small number may be added."""
 
     survives: ClassVar[frozenset[Effect]] = MOVED | {"plus"}
@@ -158,7 +158,7 @@ class MixedValues(Role):
 
 
 @dataclass(frozen=True, eq=False)
-class UnnormalisedMix(_OfProduct):
+class UnnormalisedMix(_ProductRole):
     """Values summed with exponentials that are not divided by their sum yet."""
 
     survives, is_image = MOVED, True
@@ -209,7 +209,7 @@ class Softmax:
     keys_of: Callable[[Points], list[tuple[object, ...]]] | None = None  # maps points of weights to channels of keys
     taken_twice: bool = False  # another softmax was applied to its weights
     renormalised: bool = False  # the weights or mixed values were divided by the weights' sum
-    is_short: bool = False  # weights of keys sum to less than one, as in softmax off by one
+    is_short: bool = False  # weights of keys sum to less than one, as in softmax-off-by-one
     is_masked: bool = False  # some of its weights were replaced
     drops: bool = False  # some of its weights were set to zero at random
     is_obscure: bool = False  # its weights were combined with others before the values

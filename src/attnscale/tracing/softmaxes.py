@@ -55,7 +55,7 @@ def _log_softmax(op: Operation) -> Node:
 
 
 def _weights(op: Operation, softmax: Softmax | None, over_outputs: bool = False) -> Node:
-    """Return the node of a softmax's output; with None, weights of unknown origin, reported if they mix values."""
+    """Return the node of a softmax's output; None means weights of unknown origin, reported if they mix values."""
     if softmax is not None:
         softmax.ran()
         return Node(op.shape, learned=True, role=Weights(softmax))

@@ -1,7 +1,7 @@
 """Axes: find which axes of a softmax's input hold keys, queries, heads and batch entries.
 
-Each axis is identified by moving one step along it and following that to the product. So any order and any merging of
-axes is understood, and `k @ qᵀ` as well as `q @ kᵀ`.
+Each axis is identified by a move of one step along it, which is followed to the product. This works for any order and
+merging of axes, and for `k @ qᵀ` as well as `q @ kᵀ`.
 """
 
 import math
@@ -47,12 +47,12 @@ class Operand(NamedTuple):
         return channels(self.node, np.stack([entries, rows, np.zeros_like(rows)], axis=1))
 
     def is_in_order(self, groups: Indices, first: Indices, step: Indices) -> bool:
-        """Return True if each group is one of the entries, with all its rows in order."""
+        """Return True if each group is one entry, with all its rows in order."""
         size = self.node.shape[1]
         return bool((first == groups * size).all()) and np.array_equal(step, np.arange(size))
 
     def by_head(self, first: Indices, step: Indices) -> "Operand":
-        """Return (batch, heads, length, features): vector n of head [b, h] is row `first[b, h] + step[n]` of all rows.
+        """Return (batch, heads, length, features); vector n of head [b, h] is row `first[b, h] + step[n]` of all rows.
 
         The tensor is a view where possible.
         """
@@ -126,7 +126,7 @@ class Axes:
 
     def followed(self, groups: Indices, rows: Indices) -> ProductPoints:
         """Follow these rows of these groups, at the first key, to the product: (groups · rows) points."""
-        return _followed(self.view, self.node, self.columns, groups, rows)
+        return _follow_rows(self.view, self.node, self.columns, groups, rows)
 
     def group_of(self, points: Points) -> Indices:
         """Return the number of the group of each point of the softmax's input."""
@@ -173,13 +173,13 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
     by_group = view_of(view_of(node, "permute", order), "view", sizes)
     columns, heads = keys.at[:, KEY], shape[other_axes[-1]] if other_axes else 1
     repeats = _repeats_a_key(keys.at[keys.are_found])
-    starts = _followed(view, by_group, columns, np.arange(sizes[0]), np.zeros(1, dtype=np.int64))
+    starts = _follow_rows(view, by_group, columns, np.arange(sizes[0]), np.zeros(1, dtype=np.int64))
     if not starts.are_found.all():
         return None
     query, key = view.operands
     groups = heads_of(query.channels(starts.at[:, ENTRY], starts.at[:, QUERY]))
     groups = np.arange(sizes[0]).reshape(-1, heads) if groups is None else groups  # irregular: assume the last axis
-    rows = _followed(view, by_group, columns, groups[0, :1], np.arange(sizes[1]))
+    rows = _follow_rows(view, by_group, columns, groups[0, :1], np.arange(sizes[1]))
     if not rows.are_found.all():
         return None
     shown = columns[columns != NOWHERE]
@@ -229,7 +229,7 @@ def _kinds_of_axes(
     return other_axes, query_axes
 
 
-def _followed(view: ProductView, node: Node, columns: Indices, groups: Indices, rows: Indices) -> ProductPoints:
+def _follow_rows(view: ProductView, node: Node, columns: Indices, groups: Indices, rows: Indices) -> ProductPoints:
     points = grid(len(groups), len(rows), 1)
     first_key = np.full(len(points), np.argmax(columns != NOWHERE))
     return view.points(node, np.stack([groups[points[:, 0]], rows[points[:, 1]], first_key], axis=1))
@@ -254,9 +254,9 @@ def _sums_over_positions(product: Product) -> bool:
 
 
 def heads_of(found: list[tuple[object, ...]]) -> Indices | None:
-    """Return the places of each head, (batch, heads), from their channels; None if they are irregular.
+    """Return the indices of each head's groups, (batch, heads), from the groups' channels; None if they are irregular.
 
-    Places with one channel are one head in several batch entries.
+    Groups with the same channel are one head in several batch entries.
     """
     members: dict[tuple[object, ...], list[int]] = {}
     for place, channel in enumerate(found):

@@ -1,4 +1,4 @@
-"""AttentionCall: one attention of a running model, by a fused kernel or written out, and how it is measured."""
+"""AttentionCall: one attention of a running model, fused or hand-written, and the way to measure it."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -28,7 +28,7 @@ ROW_TO_ROW = 0.01  # relative; rounding changes a multiplier that all rows share
 EXPLAINED = 0.9  # least share of the variance of scores that q·k must explain, if nothing else is in them
 
 
-class Scored(NamedTuple):
+class MeasuredScores(NamedTuple):
     """Scores of a call: their statistics, and how they follow from q·k."""
 
     stats: ScoreStats
@@ -39,9 +39,9 @@ class Scored(NamedTuple):
     padding: Tensor | None  # (batch, queries): True for padding queries
     wiring: Wiring
     highest_bias: float = 0.0  # largest value added to a score
-    reading: Reading = Reading()  # without the operations before the product
+    reading: Reading = Reading()  # does not cover the operations before the product
     sinks: Tensor | None = None
-    rows: Rows | None = None  # the scores; None if the kernel's arguments tell them
+    rows: Rows | None = None  # the scores; None if the kernel's arguments determine them
     explained: float = 1.0  # share of the variance of the scores that q·k explains
 
 
@@ -56,10 +56,10 @@ class AttentionCall:
     visibility: Visibility = EVERYTHING
     value: Tensor | None = None
     width: int | None = None  # width of the projection's input, if known
-    attends_itself: bool = False  # known to be self-attention; otherwise the lineage tells
+    attends_itself: bool = False  # known to be self-attention; if False, the lineage decides
     over_pairs: bool = False  # the softmax runs over queries and keys at once
 
-    def scored(self, rows: int | None) -> Scored:
+    def measure_scores(self, rows: int | None) -> MeasuredScores:
         """Measure the scores."""
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class AttentionCall:
 
     def measure(self, rows: int | None, keep: bool) -> MeasuredCall:
         """Measure this call."""
-        found, owners = self.scored(rows), self.owners
+        found, owners = self.measure_scores(rows), self.owners
         (query_path, key_path), query, heads = self.paths, self.query.detach(), self.query.shape[1]
         multipliers = query_path.signed_factor * key_path.signed_factor.mean(1, keepdims=True) * found.multiplier
         is_constant = query_path.constant and key_path.constant
@@ -126,9 +126,9 @@ class AttentionCall:
         if not query_path.constant and len(query) > 1 and _can_follow(self.query_node):
             by_entry, average = self._factors_by_entry(found.padding)
             query_path = query_path._replace(factor=average[:, None])
-            query_norm, key_norm = mean_lengths(*self._sampled(query / _by_head(by_entry, query), excluded, every))
+            query_norm, key_norm = mean_lengths(*self._sample(query / _by_head(by_entry, query), excluded, every))
         else:
-            query_norm, key_norm = mean_lengths(*self._sampled(query, excluded, every))
+            query_norm, key_norm = mean_lengths(*self._sample(query, excluded, every))
             query_norm = _before(query_norm, query_path)
         signed = query_path.signed_factor.mean(1), key_path.signed_factor.mean(1)
         scales = signed[0] * signed[1] * np.atleast_1d(found.multiplier).mean(-1)
@@ -154,16 +154,16 @@ class AttentionCall:
             attends_itself=self.is_self_attention,
             padding=found.padding,
             wiring=replace(found.wiring, normalised=query_path.normalised and key_path.normalised),
-            cosine=mean_cosine(*self._sampled(query, excluded, every=False)) if found.wiring.biased else None,
+            cosine=mean_cosine(*self._sample(query, excluded, every=False)) if found.wiring.biased else None,
             over_pairs=self.over_pairs,
-            kept=self._saved(found, scales, signed) if keep else None,
+            kept=self._save(found, scales, signed) if keep else None,
             origins=self.find_origins(),
             sinks=found.sinks,
             highest_bias=found.highest_bias,
             factors=factors if is_constant else None,
             reading=replace(
                 found.reading,
-                unread=found.reading.unread or _lost(sides) or _differs_by_row(multipliers) or _unexplained(found),
+                unread=found.reading.unread or _missing(sides) or _differs_by_row(multipliers) or _unexplained(found),
                 learned_factor=found.reading.learned_factor or query_path.learned_factor or key_path.learned_factor,
                 detached=tuple(side for side, path in sides.items() if path.detached),
                 rescaled=tuple(side for side, path in sides.items() if path.normalised or path.learned_factor),
@@ -179,7 +179,7 @@ class AttentionCall:
         batch, heads, length, _ = self.query.shape
         counted = np.ones((batch, length), dtype=bool) if padding is None else ~padding.cpu().numpy()
         rows = counted.sum(1)
-        counted |= rows[:, None] == 0  # a factor is needed for an entry of nothing but padding, too
+        counted |= rows[:, None] == 0  # an entry with only padding needs a factor too
         shares = np.linspace(0, 1, PROBED_ROWS)
         kept = [np.flatnonzero(entry) for entry in counted]
         positions = np.stack([each[(shares * (len(each) - 1)).round().astype(int)] for each in kept])
@@ -191,8 +191,8 @@ class AttentionCall:
         # log n scaling multiplies a row with one key by ln 1 = 0
         return np.where(factor == 0, 1.0, np.abs(factor)), average
 
-    def _sampled(self, query: Tensor, excluded: tuple[Tensor | None, Tensor | None], every: bool) -> Any:
-        """Return evenly spaced queries and keys, or all of them, and which of these to exclude."""
+    def _sample(self, query: Tensor, excluded: tuple[Tensor | None, Tensor | None], every: bool) -> Any:
+        """Return evenly spaced queries and keys, or all of them, and masks of those to exclude."""
         sides = []
         for vectors, left_out in zip((query, self.key.detach()), excluded, strict=True):
             step = 1 if every else max(1, vectors.shape[2] // NORMED_ROWS)
@@ -208,7 +208,7 @@ class AttentionCall:
         found = channels(node, _points(1, np.array([0, node.shape[2] - 1])))
         return next(filter(None, map(row_of_parameter, found)), ())
 
-    def _saved(self, found: Scored, scales: Factors, factors: tuple[Factors, Factors]) -> SavedCall | None:
+    def _save(self, found: MeasuredScores, scales: Factors, factors: tuple[Factors, Factors]) -> SavedCall | None:
         """Save the call; its visibility holds all parts of the scores besides scales · q·k."""
         query, key = self.query.detach(), self.key.detach()
         if found.rows is not None:  # the rest of the scores would contain the rounding of half precision
@@ -226,7 +226,7 @@ class AttentionCall:
         return saved
 
 
-def _lost(sides: dict[str, ProjectionPath]) -> str:
+def _missing(sides: dict[str, ProjectionPath]) -> str:
     """Return why factors on queries or keys may have been missed; empty if none was."""
     lost, mixed = ([side for side, path in sides.items() if getattr(path, why)] for why in ("lost", "shared_out"))
     if lost:
@@ -245,7 +245,7 @@ def _differs_by_row(multipliers: Factors) -> str:
     return f"its multiplier differs from row to row, from {low:.3g} to {high:.3g}" if bool(apart.any()) else ""
 
 
-def _unexplained(found: Scored) -> str:
+def _unexplained(found: MeasuredScores) -> str:
     share = found.explained
     return f"q·k explains only {share:.0%} of the variance of its scores" if share < EXPLAINED else ""
 
@@ -286,6 +286,6 @@ def _by_head(factor: Factors, like: Tensor) -> Tensor:
 
 
 def _before(norm: Tensor, path: ProjectionPath) -> Tensor:
-    """Return the norm of the vectors before these factors multiplied them."""
+    """Return the norm that the vectors had before they were multiplied by the factors of this path."""
     factor = np.abs(path.factor).mean(1)
     return norm if (factor == 1).all() else norm / constant_on(norm.device, factor)

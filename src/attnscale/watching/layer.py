@@ -25,7 +25,7 @@ ROUNDING = 1e-5  # relative to the largest score; a larger remainder is a bias
 Factors = NDArray[np.float64]  # one value per head
 SAME_SCALE = 0.02  # relative; half precision rounds a slope by less
 NUMBER_AND_DEPTH = re.compile(r"(#\d+)?(\[\d+\])?$")
-IN_EVERY_CALL = ("normalised", "detached")  # true of a layer only if true of all its calls
+IN_EVERY_CALL = ("normalised", "detached")  # a layer has these properties only if all of its calls have them
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Reading:
-    """Facts about the operations between the projections and the softmax, besides the multiplier."""
+    """Facts about the operations between projections and softmax, apart from the multiplier."""
 
     unread: str = ""  # why the multiplier cannot be judged; empty if it can
     learned_terms: int = 0  # terms added to q·k: products with positions, distances, biases computed from activations
@@ -276,7 +276,7 @@ class Layer:
     def scale_source(self) -> str:
         """Source of `scale_expected`: `config`, `module`, or `theory` (1/√d_k).
 
-        An attribute of the module is not evidence if the module applied just that number, which may be wrong.
+        An attribute of the module is not evidence if the module applied exactly this number: the number may be wrong.
         """
         declared, applied = self.declared, self.scale_applied
         if declared.scale is None or declared.scale_authority is Authority.CONFIGURED:
@@ -296,7 +296,7 @@ class Layer:
 
     @property
     def padding(self) -> int:
-        """Number of padding queries, left out of all statistics: no query sees the key at their position.
+        """Number of padding queries, which all statistics leave out: no query sees the key at the same position.
 
         Padding of cross-attention cannot be found this way: all of its queries count.
         """

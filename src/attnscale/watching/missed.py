@@ -28,8 +28,8 @@ class MissedAttention:
     """Softmaxes and modules that may be attention but belong to no measured layer."""
 
     softmaxes: Counter[str] = field(default_factory=Counter)  # count per module; no product of two activations found
-    mixing: tuple[str, ...] = ()  # modules in which such weights, or exponentials, mix values
-    modules: tuple[str, ...] = ()  # named after attention, but none ran in them
+    mixing: tuple[str, ...] = ()  # modules in which these softmaxes, or exponentials, mix values
+    modules: tuple[str, ...] = ()  # named after attention, but no attention ran in them
     nothing: str = ""  # why there is no layer; empty if there is one
 
     @property
@@ -52,12 +52,12 @@ class MissedAttention:
 def modules_that_never_attended(modules: Mapping[str, nn.Module], layers: Collection[str]) -> tuple[str, ...]:
     """Return the innermost modules with a class named after attention that share no path with a measured layer."""
     named = [(path, module) for path, module in modules.items() if path and ATTENTION.search(type(module).__name__)]
-    untouched = [(path, module) for path, module in named if not any(_touch(path, layer) for layer in layers)]
+    untouched = [(path, module) for path, module in named if not any(_share_a_path(path, layer) for layer in layers)]
     unseen = [path for path, module in untouched if any(True for _ in module.parameters())]
     return tuple(path for path in unseen if not any(other.startswith(f"{path}.") for other in unseen))
 
 
-def _touch(path: str, layer: str) -> bool:
+def _share_a_path(path: str, layer: str) -> bool:
     return path == layer or path.startswith(f"{layer}.") or layer.startswith((f"{path}.", f"{path}[", f"{path}#"))
 
 

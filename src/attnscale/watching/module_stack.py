@@ -81,9 +81,9 @@ class ModuleStack:
         return path or self._root
 
     def line_within(self, path: str) -> Line:
-        """Return the line of code inside the module at this path that led here; None where all of it is torch's own.
+        """Return the line of code inside the module at this path that led here; None if it is all torch's own code.
 
-        It distinguishes attentions of one module. A line outside the module would distinguish its callers instead.
+        Lines distinguish attentions of one module. A line outside the module would distinguish its callers instead.
         """
         frame, line = sys._getframe(1), None
         while frame.f_back is not None:
@@ -98,7 +98,7 @@ class ModuleStack:
     def compiled(self) -> tuple[bool, bool]:
         """Return two flags: the innermost module runs in compiled code, and a graph break there is not allowed.
 
-        A break is not allowed under fullgraph, nor in a loop: Dynamo would then never compile that function again.
+        A break is not allowed under fullgraph or in a loop: Dynamo would then never compile that function again.
         """
         frame: FrameType | None = sys._getframe(1)
         is_inside = is_compiled = is_pinned = is_looped = False
@@ -121,7 +121,7 @@ class ModuleStack:
     def detach(self) -> None:
         """Stop following modules, even if an interrupt left some on the stack.
 
-        A thread must exit its own modes: if another thread calls this while a module runs, clean-up waits for its end.
+        A thread must exit its own modes: if another thread calls this during a run, the end of the run cleans up.
         """
         self.is_over = True
         if self._entered and not self.is_here:

@@ -87,7 +87,7 @@ class Plan:
 
     modules: Mapping[str, ModulePlan]
     fallbacks: Mapping[str, str]  # modules in which no probe can be placed, with the reason
-    pinned: frozenset[str]  # modules that cannot run uncompiled alone: no graph break is allowed there
+    pinned: frozenset[str]  # modules that cannot run uncompiled alone, because no graph break is allowed there
     called: frozenset[str]  # all modules that ran
     unused_norms: Mapping[str, tuple[str, ...]]
     declarations: dict[tuple[str, int], Declared] = field(default_factory=dict)  # read on first access

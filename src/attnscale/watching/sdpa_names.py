@@ -55,7 +55,7 @@ def is_redirected() -> bool:
 
 
 def names_of_sdpa(files: Collection[str] | None = None) -> list[Name]:
-    """Return torch's name of SDPA, and the names that modules of these files, by default all, imported it as."""
+    """Return torch's name of SDPA, and the names under which modules of these files (None: all) imported it."""
     imported = (
         (module_name, name)
         for module_name, module in list(sys.modules.items())

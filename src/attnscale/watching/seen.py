@@ -56,7 +56,7 @@ class Seen(PlottedResult):
         self.fallbacks: Mapping[str, str] = {}  # modules without probes, which ran uncompiled, with the reason
         self.plan: Plan | None = None  # where to place probes at the next step
         self.obstacle = "some of its operations could not be followed"  # why there is no plan
-        self.missed = MissedAttention()  # filled when watching ends
+        self.missed = MissedAttention()  # filled at the end of watching
         self.unfollowed: list[str] = []  # modules that seem to attend in an unrecognised way
         self._sites: dict[tuple[object, ...], list[LayerCall]] = {}
         self._built: tuple[int, Layers] = (0, Layers())
@@ -64,8 +64,8 @@ class Seen(PlottedResult):
     def note(self, path: str, line: Line, call: LayerCall, depth: int = 0) -> None:
         """Record one call; `depth` counts earlier runs of its module in the same forward.
 
-        A line that attends in a loop over heads or layers uses other parameter rows each time, so calls are grouped by
-        module, line and parameter row.
+        Calls are grouped by module, line and parameter row, because a line that attends in a loop over heads or layers
+        uses other parameter rows in each iteration.
         """
         site = (path, line, call.heads, call.head_dim, call.first_row)
         self._sites.setdefault(site, []).append(call)
@@ -86,7 +86,7 @@ class Seen(PlottedResult):
         """Attention layers by module path, in order of execution; a second one in a module is named `path#2`.
 
         A module that runs several times per forward, as in ALBERT, is split by depth: `path[0]`, `path[1]`, … It stays
-        one layer if its runs are a loop over time: if its keys grow by a constant number per run, or it runs more than
+        one layer if its runs are a loop over time: its keys grow by a constant number per run, or it runs more than
         128 times.
         """
         if self._built[0] != self.calls:
@@ -224,7 +224,7 @@ def _over_rows(calls: list[MeasuredCall], values: Callable[[MeasuredCall], Tenso
     found = [values(call) for call in known]
     if len(known) == 1:
         return found[0]
-    rows = torch.stack([_counted(call, found[0].device) for call in known])
+    rows = torch.stack([_rows_without_padding(call, found[0].device) for call in known])
     return (torch.stack(found) * (rows / rows.sum()).unsqueeze(-1)).sum(0)
 
 
@@ -238,7 +238,7 @@ def _cosine_over_rows(calls: list[MeasuredCall]) -> Tensor | None:
     return _root_over_rows(calls, lambda call: known[id(call)]) if len(known) == len(calls) else None
 
 
-def _counted(call: MeasuredCall, device: torch.device) -> Tensor:
+def _rows_without_padding(call: MeasuredCall, device: torch.device) -> Tensor:
     """Return the rows of a call without padding; padding on another device is ignored, to avoid a synchronisation."""
     rows = torch.full((), call.rows, dtype=torch.float64, device=device)  # a copy would synchronise
     return rows if call.padding is None or call.padding.device != device else rows - call.padding.sum()

@@ -48,7 +48,7 @@ class Settings:
     rows: int | None = DEFAULT_ROWS
     keep: bool = False
     training: bool = False
-    may_be_empty: bool = False  # finding no attention in a model that ran is no error
+    may_be_empty: bool = False  # a model that runs without attention is no error
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -82,10 +82,10 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's class is untyped
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, traits = kwargs or {}, traits_of(func)
         if in_backward() or not self.stack.stack or self.stack.is_over:
-            return func(*args, **kwargs)  # a backward pass, which may recompute calls, or code outside the model
+            return func(*args, **kwargs)  # in a backward pass, which may recompute calls, or outside the model
         if not PLAIN_TENSORS.issuperset(types) and any(map(_is_special, types)):
             if is_fake(types):
-                return func(*args, **kwargs)  # it has no values: sharded tensors compute their layout with it
+                return func(*args, **kwargs)  # without values: sharded tensors compute their layout with it
             return NotImplemented  # a sharded or quantised tensor: receive its inner operations instead
         if traits.is_composite and not (any(map(is_nested, args)) or _is_fused(traits, args)):
             with self:
@@ -96,7 +96,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's class is untyped
         try:
             self._read(traits, args, kwargs, result)
         except Exception as error:  # never break the user's forward
-            self._failed(func, error)
+            self._note_failure(func, error)
         return result
 
     def _read(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
@@ -136,9 +136,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's class is untyped
             if not in_backward():  # checkpointing runs modules again
                 self.plan_recorder.ran(name, self.stack.depth(name))
         except Exception as error:  # never break the user's forward
-            self._failed(name, error)
+            self._note_failure(name, error)
 
-    def _failed(self, what: Any, error: Exception) -> None:
+    def _note_failure(self, what: Any, error: Exception) -> None:
         self.failures.append(f"{what}: {type(error).__name__}: {error}")
         if RAISE_FAILURES:
             raise error
@@ -235,7 +235,7 @@ class Reporter:
     def kernel(self, call: KernelCall) -> Softmax:
         """Measure a kernel call."""
         path = self._stack.innermost
-        line, seen = self._stack.line_within(path), self._measured(call, path)
+        line, seen = self._stack.line_within(path), self._measure(call, path)
         if self._settings.training:
             self._plan.add_kernel(path, line, call, seen)
         if torch.is_grad_enabled():
@@ -257,7 +257,7 @@ class Reporter:
             return None
         # the innermost module that ran both at the product and at the softmax
         path = [a for a, b in zip(product.modules, self._stack.stack, strict=False) if a == b][-1]
-        line, depth, seen = self._stack.line_within(path), self._stack.depth(path), self._measured(call, path)
+        line, depth, seen = self._stack.line_within(path), self._stack.depth(path), self._measure(call, path)
         seen.kind, own = ("sdpa", own_factors(product)) if by == OF_SDPA else (seen.kind, None)
         if torch.is_grad_enabled():
             seen.gradients = call.gradients(1.0 if own is None else own[1])
@@ -280,7 +280,7 @@ class Reporter:
         product.has_softmax = True
         return seen.softmax
 
-    def _measured(self, call: KernelCall | WrittenCall, path: str) -> MeasuredCall:
+    def _measure(self, call: KernelCall | WrittenCall, path: str) -> MeasuredCall:
         if self._settings.training:
             self._seen.without_gradients |= not torch.is_grad_enabled()
             is_compiled, is_pinned = self._stack.compiled()

@@ -1,6 +1,6 @@
 """Hand-written attention: a product of two activations, and the softmax computed from it.
 
-The multiplier of q·k is read from the operations in between and checked against the scores, which win if they differ.
+The multiplier of q·k is read from the operations in between. If it disagrees with the scores, the scores decide.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Product, Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.axes import Axes, ProductPoints, ProductView, find_axes
-from attnscale.watching.call import COMPUTED, AttentionCall, Scored
+from attnscale.watching.call import COMPUTED, AttentionCall, MeasuredScores
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import Reading, SavedCall, Wiring
 from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal
@@ -32,7 +32,7 @@ FACTOR_OF_ONE = 1e-6
 
 
 def written_call(product: Product, node: Node, axis: int, scores: Tensor) -> "WrittenCall | None":
-    """Return the attention of a softmax over this axis of `scores`; None if these cannot be followed to the product."""
+    """Return the attention of a softmax over this axis of `scores`; None if scores cannot be followed to a product."""
     axes = find_axes(product, node, axis)
     if axes is None:
         return None
@@ -73,7 +73,7 @@ class WrittenCall(AttentionCall):
         """Operations from the softmax back to the product, for the first probed rows."""
         return self.probed.traces[0]
 
-    def scored(self, rows: int | None) -> Scored:
+    def measure_scores(self, rows: int | None) -> MeasuredScores:
         """Measure the scores."""
         product, trace = self.product, self.trace
         batch, heads, length, _ = self.query.shape
@@ -93,7 +93,7 @@ class WrittenCall(AttentionCall):
             slope, share = (each.cpu().numpy() for each in fit(predicted, scores[0], shown[0]))
             multiplier = multiplier * np.where(np.abs(slope - 1) > DISAGREEMENT, slope, 1.0)[:, None]
             explained = 1.0 if self.query.dtype in HALF_DTYPES else float(share.min())
-        return Scored(
+        return MeasuredScores(
             by_row.without(padding).measure(rows, self.highest),
             multiplier,
             self.softcap,
@@ -101,7 +101,7 @@ class WrittenCall(AttentionCall):
             hidden,
             padding,
             Wiring(
-                biased=self._adds and _stands_out(scores[0] - predicted, scores[0], shown[0]),
+                biased=self._has_added and _stands_out(scores[0] - predicted, scores[0], shown[0]),
                 bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
                 softcap_discarded=product.capped and self.softcap is None and not product.times_own_tanh,
                 softcap_unbounded=product.times_own_tanh and self.softcap is None,
@@ -156,9 +156,9 @@ class WrittenCall(AttentionCall):
     @cached_property
     def predicted(self) -> Tensor:
         """Scores of the probed rows, (heads, rows, columns), predicted from the operations after the product."""
-        return self._predicted(self.probe, self.probed, slice(1))[0]
+        return self._predict(self.probe, self.probed, slice(1))[0]
 
-    def _predicted(self, positions: Tensor, found: ProductPoints, entries: slice) -> Tensor:
+    def _predict(self, positions: Tensor, found: ProductPoints, entries: slice) -> Tensor:
         """Return the predicted scores of these rows, without biases, (batch, heads, rows, columns); zero for sinks."""
         query, key = self.query[entries, :, positions.to(self.query.device)], self.key[entries]
         scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT
@@ -172,13 +172,13 @@ class WrittenCall(AttentionCall):
         return whole
 
     @property
-    def _adds(self) -> bool:
+    def _has_added(self) -> bool:
         return self.trace.added or self.product.bias is not None
 
     @property
     def is_pure(self) -> bool:
-        """True if other terms in the scores do not distort a fitted slope."""
-        impure = self._adds or self.trace.blended or self.trace.dropped or self.over_pairs
+        """True if a fitted slope is not distorted by other terms in the scores."""
+        impure = self._has_added or self.trace.blended or self.trace.dropped or self.over_pairs
         return not impure and self.softcap is None
 
     def gradients(self, factor: float = 1.0) -> GradientLengths:
@@ -200,7 +200,7 @@ class WrittenCall(AttentionCall):
 
     def highest_bias(self, scores: Tensor, shown: Tensor) -> float:
         """Return the largest value added to a score, by known biases and in the probed rows."""
-        if not self._adds:
+        if not self._has_added:
             return 0.0
         known = [float(bias.max()) * by for bias, by in self.biases if is_bias(bias)]
         rest = (scores - self.predicted)[shown]
@@ -221,10 +221,10 @@ class WrittenCall(AttentionCall):
         shown = np.flatnonzero(self.axes.columns != NOWHERE)
         return int(shown[0]), int(len(self.axes.columns) - 1 - shown[-1])
 
-    def _saved(self, *given: Any) -> SavedCall | None:
-        """Save the call; None if scales · q·k are not all of its features, or not by row and key."""
+    def _save(self, *given: Any) -> SavedCall | None:
+        """Save the call; None if scales · q·k lack some of its features, or its scores are not one per row and key."""
         has_inner_sinks = sum(self.sink_columns) + self.key.shape[2] != len(self.axes.columns)
-        return None if self._parts or self.over_pairs or has_inner_sinks else super()._saved(*given)
+        return None if self._parts or self.over_pairs or has_inner_sinks else super()._save(*given)
 
     def save_values(self, saved: SavedCall, weights: Node, values: Tensor, side: int) -> None:
         """Save the values in weights @ values (side 0) or valuesᵀ @ weightsᵀ (side 1), if they can be identified."""
@@ -250,37 +250,37 @@ class WrittenCall(AttentionCall):
         return groups.reshape(-1, *groups.shape[-2:])[constant_on(groups.device, self.axes.groups)]
 
     def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scores of these rows, (batch, heads, rows, keys), and which of them are visible; None: all."""
+        """Return the scores of these rows, (batch, heads, rows, keys), and True for visible ones; None: all."""
         chosen = self.scores.index_select(-2, positions.to(self.scores.device))
         scores = self._by_head(chosen).to(wide_dtype(chosen))
-        may_hide = self.trace.fills or self._shifted or self.finite_gaps
+        may_hide = self.trace.fills or self._is_shifted or self.finite_gaps
         if scores.device.type == "cpu" and scores.numel() and not may_hide and bool(scores.amin() > NEVER_A_SCORE):
             return scores, None
         hidden = scores <= NEVER_A_SCORE
         for fill in self.trace.fills:
             if NEVER_A_SCORE < fill <= -HIDING_GAP:
                 hidden |= torch.isclose(scores, scores.new_tensor(fill), rtol=1e-3)
-        if self._shifted or self.finite_gaps:
+        if self._is_shifted or self.finite_gaps:
             found = self.axes.followed(self.axes.groups.ravel(), positions.numpy())
             scores = scores + torch.from_numpy(found.shift).to(scores).view(*scores.shape[:3], 1)
             for gap, highest in self.finite_gaps:
-                hidden |= hidden_by(scores - self._predicted(positions, found, slice(None)), gap, highest)
+                hidden |= hidden_by(scores - self._predict(positions, found, slice(None)), gap, highest)
         return scores, ~hidden if bool(hidden.any()) else None
 
     @cached_property
-    def _shifted(self) -> bool:
+    def _is_shifted(self) -> bool:
         return bool(self.probed.shift.any())
 
     @cached_property
     def finite_gaps(self) -> list[tuple[float, float]]:
-        """(gap, largest value) of each mask whose gap is so small that a score can have it, too."""
+        """(gap, largest value) of each mask whose gap is so small that scores can differ by as much."""
         gaps = [(hiding_gap(bias), float(bias.max()), by) for bias, by in self.biases if bias.numel()]
         found = [(gap * abs(by), highest * by) for gap, highest, by in gaps if gap is not None]
         return [(gap, highest) for gap, highest in found if HIDING_GAP <= gap < -NEVER_A_SCORE]
 
     def highest(self) -> Tensor:
         """Return the largest score of each head; inf if rows were shifted."""
-        if self._shifted:
+        if self._is_shifted:
             return torch.full((self.heads,), torch.inf, dtype=torch.float64)
         return self._by_head(self.scores.amax((-2, -1), keepdim=True)).amax((0, 2, 3)).double()
 

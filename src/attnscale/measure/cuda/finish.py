@@ -1,9 +1,9 @@
 """Combine the sums of rows into statistics of heads, in float64, in a fixed order and in one launch.
 
-Each program pools some rows of a head, and whichever comes last adds up what all of them left. Where few rows were
-looked at, over spans of keys, one program a head merges the spans of each row and weighs the rows by the positions that
-they stand for. The last program writes a row of the table for each head: NUMBERS, SUMS and FINISHED of
-`attnscale.measure.pooled`, and two of the numbers as whole ones.
+Each program pools some rows of a head, and the last program to finish adds up the results of all. If few rows were
+sampled, over spans of keys, one program per head merges the spans of each row and weights the rows by the number of
+positions that they represent. The last program writes a row of the table for each head: NUMBERS, SUMS and FINISHED of
+`attnscale.measure.pooled`, and two of the numbers as integers.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -32,10 +32,10 @@ SEVERAL: tl.constexpr = tl.constexpr(SUMS.index("rows_of_several"))
 RATIO: tl.constexpr = tl.constexpr(SUMS.index("entropy_ratio"))
 SINK: tl.constexpr = tl.constexpr(SUMS.index("sink"))
 LEARNED: tl.constexpr = tl.constexpr(SUMS.index("learned_sink"))
-LOOKED: tl.constexpr = tl.constexpr(len(SUMS))
+MEASURED: tl.constexpr = tl.constexpr(len(SUMS))
 HIGHEST: tl.constexpr = tl.constexpr(16)
 ABOVE: tl.constexpr = tl.constexpr(17)
-LEFT: tl.constexpr = tl.constexpr(18)
+PARTIAL_FIELDS: tl.constexpr = tl.constexpr(18)
 # Columns of the table:
 COLUMNS: tl.constexpr = tl.constexpr(TABLE)
 SUMS_BEGIN: tl.constexpr = tl.constexpr(len(NUMBERS))
@@ -53,14 +53,14 @@ POOLED_ROWS = 128  # pooled at once, four for each thread of one warp, so that s
 SAMPLED_ROWS = 64  # pooled at once
 
 
-# What may be a part of a larger tensor is not specialised by alignment.
+# Arguments that may be parts of larger tensors are not specialised by alignment.
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["bounds_at", "sinks_at", "table_at"])
 def finish_kernel(
     sums_at,
     weights_at,
     bounds_at,
     sinks_at,
-    left_at,
+    partials_at,
     arrived_at,
     table_at,
     batch,
@@ -76,8 +76,8 @@ def finish_kernel(
     """Pool some rows of a head over all batch entries; the last program writes the statistics."""
     slot, slots, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     none = tl.zeros([BLOCK], tl.float64)
-    scores, first, second, within, looked_scores = none, none, none, none, none
-    rows, entropy, several, ratio, looked_rows = none, none, none, none, none
+    scores, first, second, within, measured_scores = none, none, none, none, none
+    rows, entropy, several, ratio, measured_rows = none, none, none, none, none
     top1, saturated, trace, keys, sink, learned = none, none, none, none, none, none
     highest = tl.full([BLOCK], float("-inf"), tl.float64)
     above = tl.full([BLOCK], float("-inf"), tl.float64)
@@ -108,7 +108,7 @@ def finish_kernel(
             deviation = tl.load(at + 5 * plane, mask=kept, other=0.0).to(tl.float64)
             row_first = tl.load(at + 6 * plane, mask=kept, other=0.0)
         outcomes = visible
-        if HAS_SINKS:  # one more key, as in RowSums.with_sinks()
+        if HAS_SINKS:  # a virtual key, as in RowSums.with_sinks()
             logit = tl.load(sinks_at + head)
             beyond = logit - tl.where(kept, largest, 0.0).to(tl.float64)  # rows without keys would give −∞ − −∞
             raised, below = tl.maximum(beyond, 0.0), tl.minimum(tl.maximum(beyond, VANISHED), 0.0)
@@ -128,9 +128,9 @@ def finish_kernel(
         beyond = tl.where(kept, largest.to(tl.float64) - mean, float("-inf"))
         above = tl.maximum(above, beyond, propagate_nan=tl.PropagateNan.ALL)
         rows += weight
-        looked_rows += kept.to(tl.float64)
+        measured_rows += kept.to(tl.float64)
         scores += weight * seen
-        looked_scores += tl.where(kept, seen, 0.0)
+        measured_scores += tl.where(kept, seen, 0.0)
         first += weight * (seen * mean)
         second += weight * (deviation + seen * mean * mean)
         within += weight * deviation
@@ -147,26 +147,26 @@ def finish_kernel(
     sums += _field(ROWS, rows) + _field(ENTROPY, entropy) + _field(SEVERAL, several) + _field(RATIO, ratio)
     sums += _field(RATIO + 1, top1) + _field(RATIO + 2, saturated) + _field(RATIO + 3, trace)
     sums += _field(RATIO + 4, keys) + _field(SINK, sink) + _field(LEARNED, learned)
-    sums += _field(LOOKED, looked_rows) + _field(LOOKED + 1, looked_scores)
+    sums += _field(MEASURED, measured_rows) + _field(MEASURED + 1, measured_scores)
     field = tl.arange(0, FIELDS)
-    left_at += (head * slots).to(tl.int64) * LEFT
-    tl.store(left_at + slot * LEFT + field, sums)
-    tl.store(left_at + slot * LEFT + HIGHEST, _largest(highest))
-    tl.store(left_at + slot * LEFT + ABOVE, _largest(above))
+    partials_at += (head * slots).to(tl.int64) * PARTIAL_FIELDS
+    tl.store(partials_at + slot * PARTIAL_FIELDS + field, sums)
+    tl.store(partials_at + slot * PARTIAL_FIELDS + HIGHEST, _largest(highest))
+    tl.store(partials_at + slot * PARTIAL_FIELDS + ABOVE, _largest(above))
     tl.debug_barrier()
     if tl.atomic_add(arrived_at + head, 1, sem="acq_rel") == slots - 1:
         sums = tl.zeros([FIELDS], tl.float64)
         for begin in range(0, slots, AT_ONCE):
             other = begin + tl.arange(0, AT_ONCE)[:, None]
-            at = left_at + other * LEFT + field[None, :]
+            at = partials_at + other * PARTIAL_FIELDS + field[None, :]
             sums += tl.sum(tl.load(at, mask=other < slots, other=0.0, cache_modifier=".cg"), 0)
-        largest = _highest(left_at + HIGHEST, slots)
+        largest = _highest(partials_at + HIGHEST, slots)
         bound = largest
         if BOUNDED:
             own = tl.load(bounds_at + head).to(tl.float64)
             own += SLACK * tl.maximum(tl.abs(own), 1.0)  # covers rounding
             bound = tl.maximum(own, largest, propagate_nan=tl.PropagateNan.ALL)
-        _write_row(table_at + head * COLUMNS, sums, largest, bound, _highest(left_at + ABOVE, slots))
+        _write_row(table_at + head * COLUMNS, sums, largest, bound, _highest(partials_at + ABOVE, slots))
         tl.store(arrived_at + head, 0)  # for the next launch
 
 
@@ -211,18 +211,18 @@ def _merge_spans(at, visible, kept, step, plane, spans, BLOCK: tl.constexpr):
 def _write_row(to, sums, largest, bound, above):
     """Write the table row of a head: counts, sums and finished statistics."""
     field = tl.arange(0, FIELDS)
-    looked_rows, looked_scores = _value(sums, LOOKED), _value(sums, LOOKED + 1)
+    measured_rows, measured_scores = _value(sums, MEASURED), _value(sums, MEASURED + 1)
     scores, rows, several = _value(sums, 0), _value(sums, ROWS), _value(sums, SEVERAL)
     mean = _value(sums, FIRST) / tl.maximum(scores, 1.0)
     squares = tl.maximum(_value(sums, SECOND) - scores * mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
     sums = tl.where(field == FIRST, 0.0, tl.where(field == SECOND, squares, sums))
-    tl.store(to, looked_rows)
-    tl.store(to + 1, looked_scores)
+    tl.store(to, measured_rows)
+    tl.store(to + 1, measured_scores)
     tl.store(to + 2, mean)
     tl.store(to + 3, largest)
     tl.store(to + 4, bound)
     tl.store(to + 5, above)
-    tl.store(to + SUMS_BEGIN + field, sums, mask=field < LOOKED)
+    tl.store(to + SUMS_BEGIN + field, sums, mask=field < MEASURED)
     variance, within = squares / scores, _value(sums, WITHIN) / scores
     finished_at = to + FINISHED_BEGIN
     tl.store(finished_at, variance)
@@ -231,13 +231,13 @@ def _write_row(to, sums, largest, bound, above):
     tl.store(finished_at + 3, tl.sqrt(within))
     tl.store(to + ENTROPY_COLUMN, _value(sums, ENTROPY) / rows)
     some = tl.where(several > 0.0, several, float("nan"))  # undefined if every row sees one key
-    with_sink = tl.where(_value(sums, LEARNED) > 0.0, rows, float("nan"))  # no learned sink joined the denominators
+    with_sink = tl.where(_value(sums, LEARNED) > 0.0, rows, float("nan"))  # NaN without a learned sink
     below = tl.where(field == RATIO, some, tl.where(field == LEARNED, with_sink, rows))
     means = sums / below  # from the entropy ratio to the learned sink, in the order of FINISHED
     tl.store(to + RATIO_COLUMN - RATIO + field, means, mask=(field >= RATIO) & (field <= LEARNED))
     whole = (to + COLUMNS - 2).to(tl.pointer_type(tl.int64))
-    tl.store(whole, looked_rows.to(tl.int64))
-    tl.store(whole + 1, looked_scores.to(tl.int64))
+    tl.store(whole, measured_rows.to(tl.int64))
+    tl.store(whole + 1, measured_scores.to(tl.int64))
 
 
 @triton.jit
@@ -257,7 +257,7 @@ def _highest(column_at, slots):
     highest = tl.full([AT_ONCE], float("-inf"), tl.float64)
     for start in range(0, slots, AT_ONCE):
         slot = start + tl.arange(0, AT_ONCE)
-        here = tl.load(column_at + slot * LEFT, mask=slot < slots, other=float("-inf"), cache_modifier=".cg")
+        here = tl.load(column_at + slot * PARTIAL_FIELDS, mask=slot < slots, other=float("-inf"), cache_modifier=".cg")
         highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
     return _largest(highest)
 
@@ -278,8 +278,8 @@ def finish(
 ) -> Tensor:
     """Return the table of the heads whose rows have these sums, (SUMS, spans, batch, heads, rows).
 
-    Rows over several spans, or that were sampled, have `weights`: how many positions each row of an entry stands for.
-    `bounds`, float32 (heads,), are upper bounds of the scores of each head, if any is known but the largest score.
+    `weights` is needed for sampled rows and for several spans: the number of positions that each row represents.
+    `bounds`, float32 (heads,), are upper bounds of each head's scores; None if only the largest score is known.
     `sinks`, float64 (heads,), are learned logits that join the denominators.
     """
     _, spans, batch, heads, count = sums.shape
@@ -289,12 +289,12 @@ def finish(
         each = -(-each // (parts * POOLED_ROWS)) * POOLED_ROWS
     slots = -(-batch * count // each)
     table = torch.empty((heads, TABLE), dtype=torch.float64, device=sums.device) if table is None else table
-    left = torch.empty(heads * slots * LEFT.value, dtype=torch.float64, device=sums.device)
+    partials = torch.empty(heads * slots * PARTIAL_FIELDS.value, dtype=torch.float64, device=sums.device)
     launch = _launch(sums.device.index, weights is not None, bounds is not None, sinks is not None)
     launch(
         (slots, heads),
-        *(sums, left if weights is None else weights, sums if bounds is None else bounds.float()),
-        *(left if sinks is None else sinks, left, counters(sums.device, heads), table),
+        *(sums, partials if weights is None else weights, sums if bounds is None else bounds.float()),
+        *(partials if sinks is None else sinks, partials, counters(sums.device, heads), table),
         *(batch, heads, count, spans, each),
     )
     return table

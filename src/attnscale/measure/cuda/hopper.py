@@ -82,7 +82,7 @@ def attend(
 ):
     """Compute the output, the lse and the sums of each row; the scale is in units of log 2.
 
-    SEQUENCES: of those that are laid end to end, whose tiles lie at tiles_ptr.
+    With SEQUENCES, the input is packed sequences, and tiles_ptr points to their tiles.
     """
     HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
     dtype: gl.constexpr = q_desc.dtype
@@ -137,7 +137,7 @@ def tile_at(
 ):
     """Return batch, head, first row and number of key blocks of a tile, and the start and number of its rows.
 
-    Sequences that are laid end to end are one batch entry; each sees itself.
+    Packed sequences are one batch entry; each attends to itself.
     """
     if SEQUENCES:
         number = gl.load(tiles_ptr)
@@ -223,10 +223,10 @@ def consume(
 ):
     """Attend from 64 rows of each of this program's tiles; scores are in units of log 2.
 
-    Σ z and Σ z² have the same base as the weights' exponents; moved with it, n z's by the shift δ, they become Σ z + nδ
-    and Σ z² + 2δ Σ z + nδ².
+    Σ z and Σ z² are relative to the same base as the weights' exponents. When that base decreases by δ, the sums of n
+    values become Σ z + nδ and Σ z² + 2δ Σ z + nδ².
 
-    SEQUENCES: rows past the end of one are those of the next, so nothing is written there, and no value is read.
+    With SEQUENCES, rows past the end of a sequence belong to the next: they are not written, and no value is read.
     """
     o_desc, o_ptr, width, sums_ptr, lse_ptr, tiles_ptr, buffers, barriers, sizes, scale = shared
     q_smem, k_smem, v_smem = buffers
@@ -410,7 +410,7 @@ def blank_from(tile, row):
 
 @gluon.constexpr_function
 def _rescale_assembly(elements):
-    """Return PTX that multiplies by the factors, and skips that in warps whose factors are all 1."""
+    """Return PTX that multiplies by the factors, and skips the multiplication in warps whose factors are all 1."""
     tests = " ".join(
         f"setp.neu.f32 one, ${2 * elements + element}, 0f3F800000; or.pred any, any, one;"
         for element in (0, PAIR.value)  # a thread holds two rows: its first pair of elements, then its second
@@ -478,7 +478,7 @@ def _strides(layout: Layout) -> list[int]:
 
 
 class Attention:
-    """The kernel for tensors of one layout, with everything that calls of this layout share."""
+    """The kernel for tensors of one layout, with the state that all calls of this layout share."""
 
     def __init__(self, query: Layout, key: Layout, value: Layout, is_causal: bool, in_sequences: bool) -> None:
         (batch, heads, q_len, head_dim), _, dtype, device, _ = query
@@ -543,7 +543,7 @@ def padded(head_dim: int) -> int:
 def _descriptor(base: Tensor, tiles: tuple[list[int], list[int], list[int]]) -> TensorDescriptor:
     """Return a TMA descriptor for tiles of some rows of one head; reads past the end give zeros, writes are dropped.
 
-    Its fields are set one by one: takes() has checked what the constructor checks, which takes longer than a launch.
+    The constructor is bypassed: its checks take longer than a launch, and takes() has made them already.
     """
     found = TensorDescriptor.__new__(TensorDescriptor)
     found.base, found.layout, found.padding = base, TMA_LAYOUT, "zero"

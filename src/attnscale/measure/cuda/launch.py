@@ -1,7 +1,7 @@
 """Inputs that kernels support, their tiles, and their launches.
 
-Tiles are plain tables, since autotuning needs a GPU and cannot run under graph capture. A launch costs the host little:
-what a kernel was compiled for is not looked up again.
+Tile sizes are plain tables, since autotuning needs a GPU and cannot run under graph capture. A launch is cheap for the
+host: it does not look up the compiled kernel again.
 """
 
 import threading
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.numerics import KERNEL_DTYPES
-from attnscale.torch_internals import current_stream, looks_on
+from attnscale.torch_internals import current_stream, has_mode
 
 HAS_TRITON = find_spec("triton") is not None  # found at import, because Dynamo does not trace the import system
 ALIGNMENT = 16  # bytes of one load
@@ -38,7 +38,7 @@ def layout_key(tensor: Tensor) -> Layout:
 def token_layout_key(tensor: Tensor) -> Layout:
     """Return layout_key() of (1, heads, total, head_dim), independent of the number of tokens where possible.
 
-    It depends on whether strides of what a kernel writes are one, or aligned.
+    Kernels depend on which strides of their outputs are one, and which are aligned.
     """
     _, heads, total, head_dim = tensor.shape
     shape = heads, total == 1, total % ALIGNMENT, head_dim
@@ -56,8 +56,8 @@ def _are_taken(vectors: Tensor) -> bool:
 
 
 def is_intercepted(*tensors: Tensor) -> bool:
-    """Return True if a compiler, mode, transform or tensor subclass is active, which would miss a launch."""
-    return torch.compiler.is_compiling() or looks_on() or any(type(tensor) not in PLAIN_TYPES for tensor in tensors)
+    """Return True if a compiler, mode, transform or tensor subclass is active: it would not see a launch."""
+    return torch.compiler.is_compiling() or has_mode() or any(type(tensor) not in PLAIN_TYPES for tensor in tensors)
 
 
 def capturing() -> bool:
@@ -80,7 +80,7 @@ def key_span(query: Tensor, key: Tensor) -> int:
 
 LEAST_WIDTH = 16  # the narrowest product of tiles
 TENSOR_CORES = (8, 0)  # the first capability whose tensor cores multiply bfloat16
-SAMPLED_ROWS = 64  # at most in one tile: the default sample of a head
+SAMPLED_ROWS = 64  # largest number in one tile: the default sample of a head
 
 
 class Tiles(NamedTuple):
@@ -92,15 +92,15 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# By the head dimension, padded to a power of two: the fastest on an H200, for Hopper and data-centre Blackwell,
+# By head dimension, padded to a power of two. LARGE is the fastest on an H200, for Hopper and data-centre Blackwell.
 LARGE = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 32, 8, 2)}
-# what fits 99 KB of shared memory, for other GPUs, and what fits the registers where no tensor core multiplies.
+# SMALL fits 99 KB of shared memory, for other GPUs. PLAIN fits the registers of GPUs without tensor cores.
 SMALL = {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 2)}
 PLAIN = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}
 # float32 is computed as three products on tensor cores, which needs twice the memory and both halves of the operands.
 LARGE_FLOAT32 = {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 1), 256: Tiles(64, 32, 8, 1)}
 SMALL_FLOAT32 = {64: Tiles(64, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)}
-FEW_ROWS = 64  # at most; then reading keys and values is nearly all the work, as in a decoding step
+FEW_ROWS = 64  # up to this number, reading keys and values is nearly all the work, as in a decoding step
 LEAST_ROWS = 16  # smallest tile of tensor cores
 
 
@@ -135,7 +135,7 @@ def tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, i
 def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool) -> Tiles:
     """Return the tiles of a pass over a few rows. On Hopper, some tile sizes are five times as slow as others.
 
-    `banded`: what a row sees is near it, so that a tile of few rows leaves most keys out.
+    `banded` means that each row sees only keys near it, so that a tile of few rows skips most keys.
     """
     width = padded_width(head_dim, 64)
     if dtype == torch.float32 or capability < TENSOR_CORES:
@@ -155,7 +155,7 @@ def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple
 def masked_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool) -> Tiles:
     """Return the tiles of a pass over every row with a mask; tiles that do not fit the registers are far slower.
 
-    A mask of each row lies as the keys do where a tile has as many keys as a head is wide: nothing is moved then.
+    If a tile has as many keys as head_dim, a mask with one row per query has the layout of the keys: no data is moved.
     """
     width = padded_width(head_dim, 64)
     if capability < TENSOR_CORES:
@@ -173,8 +173,8 @@ def _large(capability: tuple[int, int]) -> bool:
 class Launch:
     """A kernel with its constants, compiled at its first launch.
 
-    Later launches must be alike in all that triton compiles for: dtypes, alignments, and which sizes are 1 or multiples
-    of 16. Whoever makes one therefore caches it by the layout of its tensors.
+    Later launches must have the same properties that triton compiles for: dtypes, alignments, and which sizes are 1 or
+    multiples of 16. Callers therefore cache a Launch by the layout of its tensors.
     """
 
     def __init__(self, kernel: Any, device: int | None, constants: Mapping[str, Any], tiles: Tiles) -> None:
@@ -231,9 +231,9 @@ def capability(device: int | None) -> tuple[int, int]:
 
 
 def precision(dtype: torch.dtype, device: int | None) -> str:
-    """Return the input precision of products: float32 as three tf32 products, whatever torch's own setting is.
+    """Return the input precision of products: three tf32 products for float32, independent of torch's own setting.
 
-    Each half has the 11 bits of tf32, so that both have all but two of float32's.
+    Each half has the 11 bits of tf32: together 22 of the 24 bits of float32.
     """
     if dtype != torch.float32:
         return "tf32"  # ignored for narrower dtypes

@@ -116,13 +116,13 @@ def add_lengths_(
 ) -> None:
     """Add Σ‖x‖², the number of vectors and the largest ‖x‖² of queries and keys to `sums`, float64 (2, 3, heads).
 
-    Those of a key are added for each query head that has it. What is left out is (batch or 1, length), boolean.
+    The sums of a key head are added for each query head that shares it. Masks are boolean, (batch or 1, length).
     """
     launch_lengths((unit_stride(query), unit_stride(key), rows_left_out, keys_left_out), (sums,))
 
 
-def _launch_lengths(given: tuple[Tensor, Tensor, Tensor | None, Tensor | None], own: tuple[Tensor]) -> None:
-    (query, key, *some), (sums,) = given, own
+def _launch_lengths(inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None], buffers: tuple[Tensor]) -> None:
+    (query, key, *some), (sums,) = inputs, buffers
     (batch, heads, q_len, _), (_, keys, kv_len, _) = query.shape, key.shape
     left_out = [None if each is None else each.expand(batch, -1).view(torch.uint8) for each in some]
     launch = _launch(*(None if each is None else layout_key(each) for each in (query, key, *left_out)))

@@ -1,8 +1,8 @@
 """The pass over sampled rows, and over rows with masks, biases, windows, documents or a soft-cap.
 
 A program takes a span of a head's keys, so that few rows still fill a GPU; finish.py merges the spans of a row. A mask
-is read once, and only for the rows that are looked at. The same pass can find the largest score of each head where a
-row can have one above a limit; tiles of rows that cannot are passed over.
+is read once, and only for the measured rows. The same pass can find the largest score of each head that exceeds a
+limit; it skips tiles of rows whose bounds are within the limit.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 
@@ -38,7 +38,7 @@ LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 NO_MASK: tl.constexpr = tl.constexpr(0)
 BOOLEAN: tl.constexpr = tl.constexpr(1)
 ADDED: tl.constexpr = tl.constexpr(2)
-KEY_PARTS: tl.constexpr = tl.constexpr(16)  # programs that look for the longest key of a head
+KEY_PARTS: tl.constexpr = tl.constexpr(16)  # number of programs that find the longest key of a head
 KEY_TILE = 4096  # elements of keys that such a program reads at once
 
 
@@ -100,7 +100,7 @@ def masked_kernel(
 
     With LARGEST, raise the largest score of the head instead, if one can be above the limit; NaN counts as ∞.
     """
-    PLAIN: tl.constexpr = MASK == NO_MASK and not FIRST and not DOCUMENTS  # each row sees the first keys, up to a count
+    PLAIN: tl.constexpr = MASK == NO_MASK and not FIRST and not DOCUMENTS  # each row sees a prefix of the keys
     row_tiles = tl.cdiv(count, TILE_ROWS)
     spans, all_heads = tl.num_programs(1), tl.num_programs(0) // row_tiles
     span, both, begins = tl.program_id(1), tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles * TILE_ROWS
@@ -156,7 +156,7 @@ def masked_kernel(
     square = tl.zeros([TILE_ROWS], tl.float32)
     number = tl.zeros([TILE_ROWS], tl.float32)
     first_key = tl.load(key_at + begin.to(tl.int64) * key_row + dims, mask=dims < HEAD_DIM, other=0.0)
-    mean = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1) * scale  # a start near the scores
+    mean = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1) * scale  # initial value near the scores
     deviation = tl.zeros([TILE_ROWS], tl.float32)
     first_score = mean  # score of the first visible key
     if CAPPED:
@@ -197,7 +197,7 @@ def masked_kernel(
                 first_here = tl.sum(tl.where(column[None, :] == earliest[:, None], scores, 0.0), 1)
                 first_score = tl.where(number == 0.0, first_here, first_score)
                 number += tl.sum(visible.to(tl.float32), 1)
-            # moments about the mean so far, then about that of both (Chan et al. 1979)
+            # moments about the mean so far, then about the combined mean (Chan et al. 1979)
             away = tl.where(visible, scores - mean[:, None], 0.0)
             total_away = tl.sum(away, 1)
             moves = total_away / tl.maximum(number, 1.0)
@@ -263,7 +263,7 @@ def longest_kernel(
 
 @triton.jit
 def masked(scores, visible, inside, MASK: tl.constexpr):
-    """Return scores with the mask added, and which of them are visible."""
+    """Return scores with the mask added, and True for visible scores."""
     if MASK == BOOLEAN:
         return scores, visible & (inside != 0)
     return scores + inside.to(tl.float32), visible & (inside != float("-inf"))
@@ -280,7 +280,7 @@ def tanh(x):
 def score_masked_rows(call: Call, rows: Tensor | None, span: int, sums: Tensor | None = None) -> Tensor:
     """Return the sums over each span of keys, for every row or for the rows at these positions, (batch, rows).
 
-    They are (SUMS, spans, batch, heads, rows), in `sums` if it is given. Hidden keys of the mask are False or −∞.
+    Their shape is (SUMS, spans, batch, heads, rows), in `sums` if given. Hidden keys of the mask are False or −∞.
     """
     count = call.query.shape[2] if rows is None else rows.shape[1]
     sums = empty_sums(call.query, call.key, count, span) if sums is None else sums
@@ -298,7 +298,7 @@ def empty_sums(query: Tensor, key: Tensor, count: int, span: int) -> Tensor:
 def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call, added: Tensor | None) -> None:
     """Raise `largest`, one float32 for each head, to the head's largest score if that exceeds the limit.
 
-    `added` is the most that is added to a score. `calls` goes up by one.
+    `added` is the largest value that is added to a score. `calls` is incremented by one.
     """
     longest = _longest_keys(unit_stride(call.key))
     written = longest, limit if added is None else added, limit, largest, calls
@@ -381,7 +381,7 @@ def _launch(
 
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of a mask: none along an axis of one element."""
+    """Return the strides of a mask; zero along an axis of one element."""
     if mask is None:
         return (0, 0, 0, 0)
     return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))

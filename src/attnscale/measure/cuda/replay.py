@@ -1,6 +1,6 @@
-"""Kernels launched again with other tensors, for probes, which measure calls of the same layouts at every step.
+"""Replay kernel launches with other tensors, for probes: they measure calls with the same layouts at every step.
 
-Between a call and its kernels lie checks, views and lookups that take the host several times as long as the launches.
+Before its launches, a call runs checks, views and lookups, which take the host several times as long as the launches.
 The first run of a function records its launches; later runs repeat them with the pointers of their own tensors.
 """
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from attnscale.measure.cuda.launch import RECORDING, Launch, layout_key
 from attnscale.torch_internals import current_stream
 
-DEFAULT_STREAM = 0  # which no CUDA graph can capture
-MOST_RECORDINGS = 1024  # of one function; beyond it, all are made again
+DEFAULT_STREAM = 0  # no CUDA graph can capture this stream
+MOST_RECORDINGS = 1024  # per function; at this limit, all recordings are discarded
 
-Given = tuple[Tensor | None, ...]
+Inputs = tuple[Tensor | None, ...]
 Function = Callable[..., None]
 
 
 class _Step(NamedTuple):
-    """One recorded launch. `pointers` are (number of the tensor, bytes after its begin)."""
+    """One recorded launch. `pointers` are (number of the tensor, offset in bytes)."""
 
     launch: Callable[..., None]
     pointers: list[tuple[int, int]]
@@ -31,32 +31,32 @@ class _Step(NamedTuple):
 class _Recording(NamedTuple):
     steps: list[_Step]
     constants: list[Tensor]  # scratch memory and constants of the function; kept, since each run uses them again
-    constants_at: list[int]  # where they begin
+    constants_at: list[int]  # their addresses
 
 
 class Replay:
-    """A function of tensors that launches kernels, and does nothing else but making views and allocating scratch.
+    """A function of tensors that launches kernels, makes views and allocates scratch memory, and has no other effects.
 
-    It is called as function(given, own, *constants). The tensors `given` may have any layout, and any number of
-    recordings is kept for different ones; `own` are contiguous, and always of the same layout for the same `given`.
-    Scratch memory is shared by all runs.
+    It is called as function(inputs, buffers, *constants). The inputs may have any layout: each combination of layouts
+    has its own recording. The buffers are contiguous, and their layouts depend only on those of the inputs.
+    All runs share the scratch memory.
     """
 
     def __init__(self, function: Function) -> None:
         self._function = function
         self._recordings: dict[object, _Recording] = {}
 
-    def __call__(self, given: Given, own: tuple[Tensor, ...], *constants: Any) -> None:
-        device = own[0].device.index
-        begins = [0 if each is None else each.data_ptr() for each in (*given, *own)]
+    def __call__(self, inputs: Inputs, buffers: tuple[Tensor, ...], *constants: Any) -> None:
+        device = buffers[0].device.index
+        begins = [0 if each is None else each.data_ptr() for each in (*inputs, *buffers)]
         if not self._can_replay(device, begins):
-            self._function(given, own, *constants)
+            self._function(inputs, buffers, *constants)
             return
-        layouts = [None if each is None else layout_key(each) for each in given]
+        layouts = [None if each is None else layout_key(each) for each in inputs]
         key = (device, *constants, *layouts)
         recording = self._recordings.get(key)
         if recording is None:
-            self._record(key, given, own, constants)
+            self._record(key, inputs, buffers, constants)
             return
         if not recording.steps:  # no kernel takes these tensors
             self._function(given, own, *constants)
@@ -66,9 +66,9 @@ class Replay:
             step.launch(*[begins[number] + offset for number, offset in step.pointers], *step.others)
 
     def _can_replay(self, device: int | None, begins: Sequence[int]) -> bool:
-        """Return False for tensors that cannot be told apart, and where the memory of a recording must not be used.
+        """Return False if two tensors have the same address, or if the scratch memory must not be used here.
 
-        Other streams than the default one may run at the same time, or prepare a CUDA graph with memory of its own.
+        Other streams may run at the same time as the default stream, or capture a CUDA graph with separate memory.
         """
         if device is None or device != torch.cuda.current_device() or current_stream(device) != DEFAULT_STREAM:
             return False
@@ -76,22 +76,22 @@ class Replay:
         is_apart = len(set(known)) == len(known)
         return is_apart and RECORDING.launches is None
 
-    def _record(self, key: object, given: Given, own: tuple[Tensor, ...], constants: tuple[Any, ...]) -> None:
+    def _record(self, key: object, inputs: Inputs, buffers: tuple[Tensor, ...], constants: tuple[Any, ...]) -> None:
         launches: list[tuple[Launch, tuple[int, ...], tuple[Any, ...]]] = []
         RECORDING.launches = launches
         try:
-            self._function(given, own, *constants)
+            self._function(inputs, buffers, *constants)
         finally:
             RECORDING.launches = None
         if len(self._recordings) >= MOST_RECORDINGS:
             self._recordings.clear()
         kept: list[Tensor] = []
-        steps = [_step(launch, grid, arguments, given, own, kept) for launch, grid, arguments in launches]
+        steps = [_step(launch, grid, arguments, inputs, buffers, kept) for launch, grid, arguments in launches]
         self._recordings[key] = _Recording(steps, kept, [each.data_ptr() for each in kept])
 
 
 def replays(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Return True if kernels read these tensors where they lie: a replay would miss a copy that is made for them."""
+    """Return True if kernels read these tensors without a copy, because a replay would not repeat the copy."""
     takes_mask = mask is None or (mask.dim() == 4 and mask.dtype == torch.bool and mask.shape[-1] == key.shape[2])
     return takes_mask and query.stride(-1) == key.stride(-1) == 1
 
@@ -100,18 +100,18 @@ def _step(
     launch: Launch,
     grid: tuple[int, ...],
     arguments: Sequence[Any],
-    given: Given,
-    own: Sequence[Tensor],
+    inputs: Inputs,
+    buffers: Sequence[Tensor],
     kept: list[Tensor],
 ) -> _Step:
     tensors = [each for each in arguments if isinstance(each, Tensor)]  # they come first
-    begins = {each.data_ptr(): number for number, each in reversed(list(enumerate(given))) if each is not None}
+    begins = {each.data_ptr(): number for number, each in reversed(list(enumerate(inputs))) if each is not None}
     pointers = []
     for tensor in tensors:
         at = tensor.data_ptr()
         inside = [
-            (len(given) + number, at - each.data_ptr())
-            for number, each in enumerate(own)
+            (len(inputs) + number, at - each.data_ptr())
+            for number, each in enumerate(buffers)
             if 0 <= at - each.data_ptr() < max(each.nbytes, 1)
         ]
         if at in begins:
@@ -119,6 +119,6 @@ def _step(
         elif inside:
             pointers.append(inside[0])
         else:
-            pointers.append((len(given) + len(own) + len(kept), 0))
+            pointers.append((len(inputs) + len(buffers) + len(kept), 0))
             kept.append(tensor)
     return _Step(launch.on(grid), pointers, tuple(arguments[len(tensors) :]))

@@ -26,7 +26,7 @@ from attnscale.measure.cuda.sequence_tiles import FIELDS, SIZES, most_tiles, til
 LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
 LN_2: tl.constexpr = tl.constexpr(math.log(2))
 TILE_FIELDS: tl.constexpr = FIELDS
-MANY_ROWS = 2**16  # of packed sequences, whose lengths only the device knows
+MANY_ROWS = 2**16  # assumed for packed sequences, because only the device knows their lengths
 VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key's −∞ times zero is NaN
 
 
@@ -92,7 +92,7 @@ def rows_kernel(
     inside = (dims < HEAD_DIM)[None, :]
     query = tl.load(query_at + row[:, None].to(tl.int64) * query_row + dims[None, :], mask=inside, other=0.0)
 
-    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)  # of unscaled q·k, so that differences from it are exact
+    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)  # unscaled, so that differences from it are exact
     total = tl.zeros([TILE_ROWS], tl.float32)
     slope = tl.zeros([TILE_ROWS], tl.float32)
     square = tl.zeros([TILE_ROWS], tl.float32)
@@ -108,9 +108,9 @@ def rows_kernel(
         seen_by_all = tl.minimum(tl.min(row, 0).to(tl.int32) + 1, kv_len)
         seen = tl.minimum(tl.max(row, 0).to(tl.int32) + 1, kv_len)
     whole = seen_by_all // TILE_KEYS * TILE_KEYS
-    # l = Σ 2^z, Σ 2^z z, Σ 4^z and Σ 2^z v over the tiles of keys that every row sees whole, then over the others
+    # l = Σ 2^z, Σ 2^z z, Σ 4^z and Σ 2^z v, first over tiles of keys that all rows see completely, then over the others
     for MASKED in tl.static_range(2):
-        # Were the few masked tiles pipelined too, ptxas would serialise every product on the tensor cores (C7515).
+        # The few masked tiles are not pipelined: ptxas would serialise every product on the tensor cores (C7515).
         for here in tl.range(
             whole if MASKED else 0, seen if MASKED else whole, TILE_KEYS, num_stages=1 if MASKED else None
         ):
@@ -197,8 +197,8 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return softmax(scale · QKᵀ) V, the lse and the sums of every row.
 
-    With the `starts` of sequences that are laid end to end, (1, heads, total, head_dim), each attends to itself, the
-    output is (total, heads, head_dim).
+    With the `starts` of packed sequences, (1, heads, total, head_dim), each sequence attends to itself, and the output
+    is (total, heads, head_dim).
     """
     shape = query.shape if starts is None else (query.shape[2], query.shape[1], query.shape[3])
     output = torch.empty(shape, dtype=query.dtype, device=query.device)

@@ -1,6 +1,6 @@
 """Statistics without an output on a CUDA device, for every row or for sampled rows, with any mask.
 
-A training step asks for a few rows of each call, written to a buffer: probe().
+A training step calls probe(), which measures a few rows of each call and writes to a buffer.
 """
 
 from dataclasses import replace
@@ -78,7 +78,7 @@ def measure_every_row(call: Call, starts: Tensor | None = None) -> ScoreStats:
     with torch.no_grad():
         if starts is None and (not seen.is_plain or call.softcap is not None):
             sums = masked_rows.score_masked_rows(call, None, key.shape[2])
-        elif starts is None and query.shape[2] == 1:  # over spans of keys that fill a GPU
+        elif starts is None and query.shape[2] == 1:  # split the keys into spans that fill a GPU
             key = key[:, :, :1] if seen.is_causal else key
             alike = Call(heads_as_rows(query, key), key, key, EVERYTHING, 0.0, call.scale, None)
             sums = masked_rows.score_masked_rows(alike, None, key_span(alike.query, key))
@@ -110,9 +110,9 @@ def probe(
 ) -> SampledRows | None:
     """Measure about `rows` rows for each head into a table; None if no kernel supports the call.
 
-    The mask, (batch or 1, heads or 1, q_len or 1, kv_len), is of booleans. `hidden_keys`, (batch or 1, kv_len), do not
-    count; with `leaves_rows_out`, neither do the rows at these positions. To `lengths` is added what add_lengths_()
-    adds.
+    The mask is boolean, (batch or 1, heads or 1, q_len or 1, kv_len). `hidden_keys`, (batch or 1, kv_len), do not
+    count. With `leaves_rows_out`, the rows at their positions do not count either. `lengths` gets the sums of
+    add_lengths_().
     """
     call = Call(query, key, key, Visibility(mask=mask), 0.0, scale, None)
     if len(query) != len(key) or not measures(call) or not replays(query, key, mask):
@@ -126,15 +126,15 @@ def probe(
     drawn = drawn_ahead(planned, len(query), query.device)
     sample = drawn.next()
     sums = empty_sums(query, key, len(planned.stratum), key_span(query, key))
-    given, own = (query, key, mask, hidden_keys), (sample.positions, sums, table, lengths)
-    launch_probe(given, own, leaves_rows_out, is_causal, scale, drawn.weights)
+    inputs, buffers = (query, key, mask, hidden_keys), (sample.positions, sums, table, lengths)
+    launch_probe(inputs, buffers, leaves_rows_out, is_causal, scale, drawn.weights)
     return SampledRows(sample, sums, table)
 
 
 @torch.no_grad()
 def _launch_probe(
-    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    own: tuple[Tensor, Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    buffers: tuple[Tensor, Tensor, Tensor, Tensor],
     leaves_rows_out: bool,
     is_causal: bool,
     scale: float,
@@ -142,7 +142,7 @@ def _launch_probe(
 ) -> None:
     from attnscale.measure.cuda import finish, masked_rows
 
-    (query, key, mask, hidden_keys), (positions, sums, table, lengths) = given, own
+    (query, key, mask, hidden_keys), (positions, sums, table, lengths) = inputs, buffers
     seen, padding = Visibility(last=0 if is_causal else None, mask=mask), None
     if leaves_rows_out and hidden_keys is not None:
         padding = hidden_keys.expand(len(query), -1)
@@ -157,19 +157,19 @@ launch_probe = Replay(_launch_probe)
 
 
 class WrittenScores(NamedTuple):
-    """Scores of an attention that is written out, and what its scale is measured by.
+    """Scores of a hand-written attention, and the operands from which its scale is measured.
 
-    A key is hidden where its score is too low to be one.
+    A very low value in place of a score means that the key is hidden.
     """
 
     scores: Tensor  # (batch, heads, q_len, kv_len)
-    query: Tensor  # (batch, heads, q_len, features), and keys likewise: the operands of the product
+    query: Tensor  # (batch, heads, q_len, features); query and key are the operands of the product
     key: Tensor
-    hidden_keys: Tensor | None  # from every row, (batch or 1, kv_len)
+    hidden_keys: Tensor | None  # keys hidden from every row, (batch or 1, kv_len)
 
 
 def probe_scores(
-    given: WrittenScores,
+    inputs: WrittenScores,
     leaves_rows_out: bool,
     highest: Tensor,
     scale: tuple[Tensor, Tensor, Tensor, float | None, float],
@@ -181,10 +181,10 @@ def probe_scores(
     """Measure the planned rows of each head into a table, the lengths of all vectors, and the scale of each head.
 
     With `leaves_rows_out`, rows at the positions of hidden keys do not count.
-    `highest`, float32 (heads,), are the largest scores. `scale` are the arguments of find_scales() from the positions
-    to the disagreement. None if no kernel supports the scores.
+    `highest`, float32 (heads,), are the largest scores. `scale` holds the arguments of find_scales() from `rows` to
+    `disagreement`. Return None if no kernel supports the scores.
     """
-    scores, query, key, *_ = given
+    scores, query, key, *_ = inputs
     call = Call(query, key, key, EVERYTHING, 0.0, 1.0, None)
     if scores.dtype not in KERNEL_DTYPES or not measures(call) or is_intercepted(scores):
         return None
@@ -192,14 +192,14 @@ def probe_scores(
     sample = drawn.next()
     sums = torch.empty((SUMS, 1, *scores.shape[:2], sample.positions.shape[1]), device=scores.device)
     launch = launch_scores if replays(query, key, None) else _launch_scores
-    launch(given, (sample.positions, highest, sums, table, lengths, scales), leaves_rows_out, *scale, drawn.weights)
+    launch(inputs, (sample.positions, highest, sums, table, lengths, scales), leaves_rows_out, *scale, drawn.weights)
     return SampledRows(sample, sums, table)
 
 
 @torch.no_grad()
 def _launch_scores(
-    given: WrittenScores,
-    own: tuple[Tensor, ...],
+    inputs: WrittenScores,
+    buffers: tuple[Tensor, ...],
     leaves_rows_out: bool,
     rows: Tensor,
     multiplier: Tensor,
@@ -210,7 +210,7 @@ def _launch_scores(
 ) -> None:
     from attnscale.measure.cuda import finish, score_matrix  # imported when needed: a CPU may have no triton
 
-    (scores, query, key, hidden_keys), (positions, highest, sums, table, lengths, scales) = given, own
+    (scores, query, key, hidden_keys), (positions, highest, sums, table, lengths, scales) = inputs, buffers
     left_out = hidden_keys if leaves_rows_out else None
     score_matrix.sum_rows(scores, left_out, positions, sums)
     finish.finish(sums, weights, highest, table=table)
@@ -222,7 +222,7 @@ launch_scores = Replay(_launch_scores)
 
 
 def own_sinks(call: Call) -> Tensor | None:
-    """Return a copy of its learned sinks, (heads,), in float64."""
+    """Return a copy of the learned sinks of a call, (heads,), in float64."""
     return None if call.sinks is None else call.sinks.detach().to(torch.float64, copy=True)
 
 
@@ -257,7 +257,7 @@ class DrawnAhead:
         is_capturing = torch.cuda.is_current_stream_capturing()
         if self.used == len(self.drawn):
             if not is_capturing or not self.drawn:
-                self._draw(min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD))  # few at first: a length may not occur again
+                self._draw(min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD))  # few at first: a length may occur only once
             self.used = 0
         positions = self.drawn[self.used]
         self.used += 1

@@ -1,7 +1,7 @@
-"""Passes over scores that lie in memory, as attention that is written out computes them.
+"""Passes over a full matrix of scores, which hand-written attention forms.
 
-One measures sampled rows: a program reads one row twice, first for its largest score and its mean, then for the sums
-that need them. The other compares a few rows with q·k, to find the scale that was really applied.
+One pass measures sampled rows: a program reads each row twice, first for its largest score and its mean, then for the
+sums that need these. The other pass compares a few rows with q·k, to find the scale that was really applied.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -17,8 +17,8 @@ from attnscale.measure.cuda.rows import VANISHED
 from attnscale.measure.cuda.sequence_tiles import SIZES
 from attnscale.visibility import NEVER_A_SCORE
 
-MOST_KEYS = 4096  # read at once by a program that measures a row
-TILE_ELEMENTS = 4096  # of keys, read at once by a program that finds a scale
+MOST_KEYS = 4096  # block size of a program that measures a row
+TILE_ELEMENTS = 4096  # block size, in elements of keys, of a program that finds a scale
 HIDDEN: tl.constexpr = tl.constexpr(NEVER_A_SCORE)
 
 
@@ -40,7 +40,7 @@ def matrix_kernel(
     LEAVES_OUT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Write the sums of one row, as RowSums has them, and its number of visible keys; none if the row is left out."""
+    """Write the sums of RowSums for one row, and its number of visible keys: zero if the row is left out."""
     row, both = tl.program_id(0), tl.program_id(1)
     batch, head = (both // heads).to(tl.int64), (both % heads).to(tl.int64)
     position = tl.load(rows_at + batch * count + row).to(tl.int64)
@@ -152,7 +152,7 @@ def slope_kernel(
     TILE: tl.constexpr,
     CAPPED: tl.constexpr,
 ) -> None:
-    """Write the stated scale of a head, times the slope of its scores on multiplier · q·k if that is not one."""
+    """Write the stated scale of a head, times the slope of its scores on multiplier · q·k if the slope is not one."""
     head = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, WIDTH)
     together, own = tl.zeros([1], tl.float64), tl.zeros([1], tl.float64)
@@ -206,8 +206,8 @@ def find_scales(
 ) -> None:
     """Write the scale of each head, float64 (heads,), from the rows of the first batch entry at these positions.
 
-    It is `stated`, (heads,), unless the slope of the scores on `multiplier` · q·k differs from one by more than
-    `disagreement`.
+    If the slope of the scores on `multiplier` · q·k differs from one by more than `disagreement`, the scale is the
+    slope times `stated`, (heads,); otherwise it is `stated`.
     """
     launch = _slope_launch(*map(layout_key, (scores, query, key)), len(positions), softcap is not None)
     launch(

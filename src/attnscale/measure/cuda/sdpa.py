@@ -1,7 +1,7 @@
 """Torch's fused kernels, called so that a forward returns its lse and a backward can use it.
 
-No score of a row lies above its lse, ln Σ eˢ, nor the lse above the largest score by more than ln n: of rows that are
-not looked at, it bounds the maximum better than any norm, and costs nothing.
+The lse of a row, ln Σ eˢ, is at least its largest score, and at most ln n above it. For rows that are not sampled, it
+is a tighter bound of the maximum than any norm, at no cost.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ Kernel = Callable[..., Any]
 
 def attend_with_lse(call: Call) -> tuple[Tensor, Tensor | None]:
     """Return the bit-identical output of attention(), and the lse (batch, heads, q_len) or None."""
-    backend = _choice(call) if _takes_as_given(call) else None
+    backend = _choice(call) if _needs_no_change(call) else None
     kernel = sdpa_forward(backend) if backend in FORWARDS else None
     if kernel is None:
         return run(call), None
@@ -47,7 +47,7 @@ def has_one_dtype(call: Call) -> bool:
     return not torch.is_autocast_enabled("cuda") or call.query.dtype == torch.get_autocast_dtype("cuda")
 
 
-def _takes_as_given(call: Call) -> bool:
+def _needs_no_change(call: Call) -> bool:
     return (
         call.visibility.is_plain
         and call.softcap is None
@@ -101,7 +101,7 @@ def attention_gradients(back: Pass) -> Gradients:
     if not query.is_cuda:
         kernel = sdpa_backward(None, "cpu")
         found = None if kernel is None else kernel(*back[:6], 0.0, back.is_causal, scale=back.scale)
-        return _laid_out(found or _recomputed(back), back)
+        return _like_inputs(found or _recomputed(back), back)
     if key.shape[2] == 1:  # the weight of a single key is always 1; torch returns NaN for some such shapes
         of_value = back.grad.sum(2, keepdim=True).unflatten(1, (value.shape[1], -1)).sum(2)
         return torch.zeros_like(query), torch.zeros_like(key), _like(of_value, value)
@@ -111,7 +111,7 @@ def attention_gradients(back: Pass) -> Gradients:
     backend = _sdpa_backend(back)
     backend = backend if backend in BACKWARDS else SDPBackend.EFFICIENT_ATTENTION
     kernel = sdpa_backward(backend, "cuda")
-    return _laid_out(_recomputed(back) if kernel is None else BACKWARDS[backend](kernel, back), given)
+    return _like_inputs(_recomputed(back) if kernel is None else BACKWARDS[backend](kernel, back), given)
 
 
 def packed_gradients(back: Pass, starts: Tensor, longest: int) -> Gradients:
@@ -194,8 +194,8 @@ BACKWARDS: dict[SDPBackend | None, Callable[[Kernel, Pass], Gradients]] = {
 }
 
 
-def _laid_out(gradients: Gradients, back: Pass) -> Gradients:
-    # without padding, in the memory layout of the inputs, as the fake declares
+def _like_inputs(gradients: Gradients, back: Pass) -> Gradients:
+    # remove padding and restore the memory layout of the inputs, which the fake declares
     of_query, of_key, of_value = map(_like, gradients, (back.query, back.key, back.value))
     return of_query, of_key, of_value
 

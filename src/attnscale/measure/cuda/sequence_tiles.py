@@ -11,8 +11,8 @@ from torch import Tensor
 from attnscale.measure.cuda.launch import ALIGNMENT, Launch, Tiles
 
 FIELDS: tl.constexpr = tl.constexpr(4)  # for each tile: start and length of its sequence, its first row, and padding
-AT_ONCE: tl.constexpr = tl.constexpr(256)  # sequences, or tiles of one
-TILES_BESIDE: tl.constexpr = tl.constexpr(16)  # tiles of one, each beside so many sequences:
+AT_ONCE: tl.constexpr = tl.constexpr(256)  # sequences, or tiles of one sequence, in one block
+TILES_BESIDE: tl.constexpr = tl.constexpr(16)  # tiles of one sequence, each compared with so many sequences:
 SEQUENCES_BESIDE: tl.constexpr = tl.constexpr(128)
 # Arguments of all kernels that are sizes: one compilation serves all of them.
 SIZES = [
@@ -26,7 +26,7 @@ MOST_SORTED = 1024  # sequences; with more, each program has many tiles and the 
 def tiles_kernel(starts_at, tiles_at, count, TILE_ROWS: tl.constexpr, SORTED: tl.constexpr):
     """Write the tiles of one sequence, last rows first; the last program writes the total number of tiles.
 
-    They follow the tiles of earlier sequences. If SORTED, they follow all tiles that begin later in their sequence:
+    Tiles are ordered by sequence. If SORTED, they are ordered by their position in the sequence, latest first:
     then causal rows with the most keys come first, and programs that stride over the tiles have equal work.
     """
     number = tl.program_id(0)
@@ -41,7 +41,7 @@ def tiles_kernel(starts_at, tiles_at, count, TILE_ROWS: tl.constexpr, SORTED: tl
     for start in range(0, own, STEP):
         each = start + tl.arange(0, STEP)
         tile = own - 1 - each
-        place = _further_along(starts_at, tile, number, count, TILE_ROWS) if SORTED else first + each
+        place = _tiles_before(starts_at, tile, number, count, TILE_ROWS) if SORTED else first + each
         to = tiles_at + (1 + place) * FIELDS
         tl.store(to, tl.zeros_like(each) + begin, mask=each < own)
         tl.store(to + 1, tl.zeros_like(each) + length, mask=each < own)
@@ -59,8 +59,8 @@ def _tiles_in(starts_at, each, count, TILE_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _further_along(starts_at, tile, number, count, TILE_ROWS: tl.constexpr):
-    """Return the number of tiles ordered before these: later in their sequence, or equally late in an earlier one."""
+def _tiles_before(starts_at, tile, number, count, TILE_ROWS: tl.constexpr):
+    """Return how many tiles precede each: those later in their sequence, or equally late in an earlier sequence."""
     place = tl.zeros_like(tile)
     for start in range(0, count, SEQUENCES_BESIDE):
         each = start + tl.arange(0, SEQUENCES_BESIDE)

@@ -87,7 +87,7 @@ def traits_of(function: Any) -> OpTraits:
 
 
 def with_heads_on_their_axis(call: KernelCall) -> KernelCall:
-    """Return the call with heads on the second axis; unchanged if they are there or cannot be located."""
+    """Return the call with heads on the second axis; unchanged if heads have that axis already or cannot be located."""
     node = call.query_node
     if node is None or len(node.shape) != 4 or not all(node.shape) or call.visibility.documents is not None:
         return call

@@ -56,7 +56,7 @@ def _first(args: dict[str, Any], *names: str) -> Any:
 
 def _call(args: dict[str, Any], tensors: list[Any], nodes: list[Node]) -> KernelCall:
     query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
-    query_node, key_node, value_node = map(_turned, nodes)
+    query_node, key_node, value_node = map(_heads_first, nodes)
     scale = _first(args, "softmax_scale", "scale")
     return KernelCall(
         "flash",
@@ -88,7 +88,7 @@ def _part(node: Node, part: slice) -> Node:
     return view_of(view_of(node, "slice", 0, part.start, part.stop), "unsqueeze", 0)
 
 
-def _turned(node: Node) -> Node:
+def _heads_first(node: Node) -> Node:
     return view_of(node, "transpose", 1, 2)
 
 

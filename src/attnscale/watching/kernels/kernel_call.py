@@ -18,7 +18,7 @@ from attnscale.tracing.parameters import Origins, sampled_origin
 from attnscale.tracing.products import are_paired_otherwise
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility, shown_by
-from attnscale.watching.call import AttentionCall, Scored
+from attnscale.watching.call import AttentionCall, MeasuredScores
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import MeasuredCall, Reading, Wiring
 from attnscale.watching.rows import Rows, flags_added, highest_added, keys_nobody_sees, looks_causal, spread_positions
@@ -51,7 +51,7 @@ class KernelCall(AttentionCall):
     drops: bool = False  # applies dropout to the weights
     hidden: Tensor | None = None  # keys that the mask hides from every query; None: computed from the mask
     lse: Tensor | None = None  # log-sum-exp of every row, (batch, heads, q_len), if the kernel returned it
-    # query and key with heads merged into the batch, and a function that separates them; None: heads have an axis
+    # query and key with heads merged into the batch, and a function that separates heads; None: heads have an axis
     heads_in_batch: tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None = None
     softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # collects how its weights are used
 
@@ -60,12 +60,12 @@ class KernelCall(AttentionCall):
         self.softmax.pairs_differ, self.softmax.drops = self._pairs_differ(), self.drops
         return replace(super().measure(rows, keep), softmax=self.softmax)
 
-    def scored(self, rows: int | None) -> Scored:
+    def measure_scores(self, rows: int | None) -> MeasuredScores:
         """Measure the scores."""
         if self.score_mod is not None:
             return self.modified(self.score_mod, rows)
         bias = highest_added(self.visibility.bias)
-        return Scored(
+        return MeasuredScores(
             self.stats(rows),
             self.scale,
             self.softcap,
@@ -142,11 +142,11 @@ class KernelCall(AttentionCall):
         return are_paired_otherwise(keys, channels(value, grid(1, len(keys), 1, 1)))
 
     def scores(self, positions: Tensor) -> Tensor:
-        """Return the scores of these rows, (batch, heads, rows, keys), before any soft-cap, mask or modification."""
+        """Return the scores of these rows, (batch, heads, rows, keys), before soft-cap, mask and modification."""
         query = self.query[:, :, positions.to(self.query.device)].to(wide_dtype(self.query))
         return query @ self.key.repeat_interleave(self.group, 1).to(query.dtype).mT * self.scale
 
-    def modified(self, modify: ScoreMod, rows: int | None) -> Scored:
+    def modified(self, modify: ScoreMod, rows: int | None) -> MeasuredScores:
         """Measure a call with a score modification, which is evaluated to find its effect."""
         length = self.query.shape[-2]
         probe = spread_positions(length, MODIFIED_ROWS)
@@ -165,7 +165,7 @@ class KernelCall(AttentionCall):
         hidden = by_row.keys_nobody_sees(probe)
         padding = hidden if self.key.shape[-2] == length and self.is_self_attention else None
         is_biased = bool((at_zero[shown] != 0).any())
-        return Scored(
+        return MeasuredScores(
             by_row.without(padding).measure(rows, lambda: torch.full((heads,), torch.inf, dtype=torch.float64)),
             self.scale * multiplier,
             float(high[shown].mean()) if flat else None,
