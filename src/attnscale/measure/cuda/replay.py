@@ -59,7 +59,7 @@ class Replay:
             self._record(key, inputs, buffers, constants)
             return
         if not recording.steps:  # no kernel takes these tensors
-            self._function(given, own, *constants)
+            self._function(inputs, buffers, *constants)
             return
         begins += recording.constants_at
         for step in recording.steps:
