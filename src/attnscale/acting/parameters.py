@@ -71,7 +71,7 @@ def why_not_written(name: str, parameter: Tensor, frozen: Frozen) -> str | None:
     if not parameter.numel():
         return f"{name} is empty on this rank"
     if PARAMETRIZED[0] in name or name.endswith(PARAMETRIZED[1]):
-        return f"{name} is parametrised, so the weight made from it may not scale with it"
+        return f"{name} is parametrised, so the weight computed from it may not scale with it"
     if frozen == "keep" and not parameter.requires_grad:
         return f"{name} is frozen; pass frozen='write' to change it too"
     return None

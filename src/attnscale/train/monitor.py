@@ -1,4 +1,4 @@
-"""Monitor: records and alarms of the attention scores of a model while it trains, every so many steps."""
+"""Monitor: records and alarms of the attention scores of a model in training, at every n-th step."""
 
 import atexit
 import logging
@@ -58,11 +58,11 @@ class Monitor(PlottedResult):
     """Measure every `every`-th training step of a model, and raise alarms when its scores grow out of range.
 
     Call step() once after each training step, or put each step inside `with monitor:`. The first step is sampled, so
-    the log begins with the model as it was initialised. On a sampled step all forwards in training mode are measured,
-    every micro-batch of it, and recomputation is not counted again; between sampled steps nothing is left in place. The
-    first is traced, uncompiled, and audited: warnings and errors that `audit` would find are alarms of its record. From
-    then on probes measure inside the model's own run, compiled or not. A failure here never stops training: a warning
-    says what is not recorded.
+    the log begins with the model as it was initialised. A sampled step measures all forwards in training mode, in
+    every micro-batch; recomputation is not counted again. Between sampled steps, nothing is left in the model. The
+    first sampled step is traced, uncompiled, and audited: warnings and errors that `audit` would find are alarms of its
+    record. From then on, probes measure inside the model's own run, compiled or not. A failure of the monitor never
+    stops training: a warning says which part is not recorded.
 
     A record is written when the next step ends, so that the host does not wait for a GPU, or earlier if `last`,
     `growth()`, `state_dict()` or `close()` needs it, or the process ends.
@@ -183,7 +183,7 @@ class Monitor(PlottedResult):
 
     @property
     def _moment(self) -> str:
-        """Text of the present step, which tells it from steps of other ranks that were resumed otherwise."""
+        """Text of the present step; it differs between ranks that were resumed a different number of times."""
         resumed = f" of a run resumed {self._resumed} times" if self._resumed else ""
         return f"step {self.steps}{resumed}"
 
@@ -241,7 +241,7 @@ class Monitor(PlottedResult):
         return self.history.growth(layer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: plain values, for any checkpoint."""
+        """Return the state of a run to resume, as plain values for any checkpoint."""
         return {"run": self.run, "steps": self.steps, "history": self.history.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
