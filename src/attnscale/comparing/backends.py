@@ -179,7 +179,7 @@ def _row(backend: str, layer: Layer, visible: VisibleKeys | None, *changes: Any)
 
 def _output_message(change: float) -> str:
     size = "is NaN elsewhere" if math.isinf(change) else f"differs by {change:.1%} of its length"
-    return f"its output {size}, with the same scale, soft-cap, visible keys and sinks: check what follows the softmax"
+    return f"its output {size}, with the same scale, soft-cap, visible keys and sinks: check the code after the softmax"
 
 
 def _change(one: Tensor | None, other: Tensor | None, first: Layer, second: Layer) -> float:

@@ -268,7 +268,7 @@ def _ignored(layer: Layer, scale: float) -> Finding:
     if is_cosine(layer) and declared.scale_authority is not Authority.CONFIGURED:
         wanted = max(wanted, 1 / wanted)  # a temperature of 0.1 and a multiplier of 10 mean the same
     message = f"The scores are multiplied by {scale:.4g}, and {declared.scale_source} sets {wanted:.4g}."
-    advice = f"Pass the scale to what computes the attention (scale={wanted:.4g}), or correct {declared.scale_source}."
+    advice = f"Pass the scale to the attention function (scale={wanted:.4g}), or correct {declared.scale_source}."
     return layer_finding(layer, "config_mismatch", message, advice, (scale, wanted))
 
 
