@@ -70,7 +70,7 @@ def compare_backends(
         )
     ran: list[_Run] = []
     unavailable: dict[str, str] = {}
-    with _as_it_was(model):
+    with _in_evaluation_mode(model):
         for name in names:
             try:
                 # copy the inputs, because a cache in them grows in each run
@@ -92,7 +92,7 @@ def require_backends(backends: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode; on exit, restore the modes and the attention implementation of every configuration."""
     modes = {module: module.training for module in model.modules()}
     configs = {

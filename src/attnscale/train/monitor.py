@@ -121,7 +121,7 @@ class Monitor(PlottedResult):
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU may still compute
         self._layers: Callable[[], Mapping[str, Layer]] = dict  # of the last sampled step
-        self._ranks = Ranks(group, head_group, timeout, self._tell)
+        self._ranks = Ranks(group, head_group, timeout, self._warn)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
         self._learning: dict[str, Number] = {}  # loss and learning rate of the present step
@@ -206,7 +206,7 @@ class Monitor(PlottedResult):
         try:
             return recording()
         except Exception as error:  # a failure of the log must not stop the run
-            self._tell(NotRecordedWarning(f"A sampled step could not be recorded: {type(error).__name__}: {error}"))
+            self._warn(NotRecordedWarning(f"A sampled step could not be recorded: {type(error).__name__}: {error}"))
             return None
 
     def __enter__(self) -> "Monitor":
@@ -262,11 +262,11 @@ class Monitor(PlottedResult):
             leaving.__exit__(None, None, None)
         except InputError as error:  # raised if no attention ran
             self._sampling.note_nothing_seen(seen)
-            self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
+            self._warn(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return None
         if self._ranks.is_first:  # the same on all ranks
             for notice in self._sampling.notices(seen):
-                self._tell(notice)
+                self._warn(notice)
         self._sampling.note(seen)
         return seen
 
@@ -341,7 +341,7 @@ class Monitor(PlottedResult):
         try:
             function(argument)
         except Exception as error:
-            self._tell(SinkWarning(f"{failure}: {type(error).__name__}: {error}"))
+            self._warn(SinkWarning(f"{failure}: {type(error).__name__}: {error}"))
 
     def _log(self, record: Record) -> None:
         """Log each alarm that is new or more serious than before, once for all layers, and count the others."""
@@ -372,7 +372,7 @@ class Monitor(PlottedResult):
         wrong = {each.layer: each.code for each in reversed(found) if each.code in WRONG_SCALE and each in serious}
         return serious, {name: ScaleError(code, correction(seen.layers[name])) for name, code in wrong.items()}
 
-    def _tell(self, warning: AttnscaleWarning) -> None:
+    def _warn(self, warning: AttnscaleWarning) -> None:
         """Issue each warning once."""
         key = (type(warning), str(warning))
         if key not in self._warned:

@@ -21,7 +21,7 @@ from attnscale.torch_internals import store_of_ranks
 from attnscale.train.tally import Tallies, from_bytes, merge, to_bytes
 
 COLLECTING, ANSWERING = 0.5, 0.9  # shares of the time-out: rank 0 collects, and the others still read its answer
-AGAIN = 0.25  # seconds to wait for a rank that did not answer the last time
+LATE_TIMEOUT = 0.25  # seconds to wait for a rank that did not answer the last time
 NUMBERS: dict[tuple[int, ...], "count[int]"] = {}  # numbers the exchanges of each set of ranks
 
 Learned = tuple[float | None, float | None]  # loss and learning rate, None where not given
@@ -151,7 +151,7 @@ class Ranks:
     def _read(self, ranks: Sequence[int], moment: str, patience: float) -> list[Any]:
         """Return the payloads of ranks at this moment; waits longer for ranks that answered the last time."""
         keys = {rank: f"{moment}/{rank}" for rank in ranks}
-        for is_late, seconds in ((False, patience), (True, AGAIN)):
+        for is_late, seconds in ((False, patience), (True, LATE_TIMEOUT)):
             awaited = [key for rank, key in keys.items() if (rank in self._missed) == is_late]
             deadline, pause = time.monotonic() + seconds, 5e-4
             while awaited and not self._store.check(awaited) and time.monotonic() < deadline:
