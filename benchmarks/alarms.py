@@ -1,9 +1,9 @@
-"""Does an alarm come before the loss departs, and does a healthy run raise none? `python benchmarks/alarms.py`
+"""Test if alarms come before the loss departs, and if healthy runs raise none: `python benchmarks/alarms.py`
 
 Small transformers on Python's help texts, watched by attnscale.Monitor: six bugs in three seeds, and eight healthy runs
-in three seeds. The loss of a run departs at the first step from which, smoothed over 20 steps, it stays 0.1 nats above
-that of the same seed without the bug, or is not finite. An alarm is one of severity warning or error; notes are
-counted beside them. Results go to benchmarks/results/alarms.json, and `--table` prints the recorded ones as Markdown.
+in three seeds. The losses of a run with a bug and of the same seed without it are smoothed over 20 steps. The loss
+departs at the first step from which it stays 0.1 nats above the other, or is not finite. Warnings and errors count as
+alarms; notes are counted separately. Results go to benchmarks/results/alarms.json; `--table` prints them as Markdown.
 """
 
 import argparse
@@ -29,13 +29,13 @@ SEEDS = (0, 1, 2)
 
 
 def unscaled(model: nn.Module) -> None:
-    """Leave out the scale."""
+    """Set the scale of every attention to one."""
     for block in model.blocks:
         block.attention.scale = "unscaled"
 
 
 def wide(model: nn.Module) -> None:
-    """Draw queries and keys eight times too wide."""
+    """Initialise query and key weights with eight times their usual standard deviation."""
     for block in model.blocks:
         for projection in (block.attention.query, block.attention.key):
             nn.init.normal_(projection.weight, std=8 * projection.in_features**-0.5)
@@ -109,7 +109,7 @@ def train(
 
 
 def result(name: str, seed: int, alarms: list[tuple[int, str, str]], departs: int | None) -> dict[str, Any]:
-    """Return what is recorded of a run: its first alarm, and where its loss departs."""
+    """Return the record of a run: its first alarm, and the step at which its loss departs."""
     first = next((alarm for alarm in alarms if alarm[2] != "note"), None)
     return {
         "run": name, "seed": seed, "alarm": None if first is None else first[0],
@@ -125,7 +125,7 @@ def is_in_time(run: dict[str, Any]) -> bool:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the results as Markdown: a line for each bug, then what the healthy runs raised."""
+    """Return the results as Markdown: a line for each bug, then the count of healthy runs without an alarm."""
     lines = ["| bug | alarm at step | of kind | loss departs at step |", "|---|---|---|---|"]
     for name in dict.fromkeys(run["run"] for run in found["bad"]):
         runs = [run for run in found["bad"] if run["run"] == name]
@@ -142,7 +142,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Train, print a line a run, record them, and print the table."""
+    """Train, print one line per run, record the results, and print the table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     arguments.add_argument("--out", type=Path, default=RESULTS)
@@ -151,7 +151,7 @@ def main() -> None:
     if given.table:
         print(table(json.loads(given.out.read_text(encoding="utf-8"))))
         return
-    torch.set_num_threads(1)  # matrices this small gain nothing from a second
+    torch.set_num_threads(1)  # such small matrices are no faster on two threads
     logging.getLogger("attnscale").setLevel(logging.ERROR)
     text, start = encode(default_text()), time.perf_counter()
     found: dict[str, Any] = {"bad": [], "healthy": []}

@@ -1,4 +1,4 @@
-"""Time it takes to hand SDPA a boolean mask in blocks of rows instead of whole: `python benchmarks/boolean_mask.py`."""
+"""Time SDPA with a boolean mask in blocks of rows, relative to the whole mask: `python benchmarks/boolean_mask.py`."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ def seconds(run) -> float:
 
 
 def main() -> None:
-    """Interleave both, and print the median ratio with its quartiles for each length."""
+    """Time both alternately, and print the median ratio with its quartiles for each length."""
     for length in (1024, 2048, 4096):
         query, key, value = (torch.randn(1, 8, length, 64) for _ in range(3))
         mask = torch.rand(length, length) < 0.7

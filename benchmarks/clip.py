@@ -11,7 +11,7 @@ LAYERS, HEADS, ROUNDS = 100, 64, 5
 
 
 def main() -> None:
-    """Print the heads clipped, and the time of the clock and of the processor, the best of some rounds."""
+    """Print the number of clipped heads, and the shortest wall-clock and processor time of ROUNDS rounds."""
     found = []
     for seed in range(ROUNDS):
         torch.manual_seed(seed)

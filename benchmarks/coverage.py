@@ -1,7 +1,7 @@
 """Measure how often ±1.96 standard errors of a sample cover the exact value: `python benchmarks/coverage.py [WORDS]`.
 
-Of the samples that tell an error at all; how many do is the last column. `SAMPLES=200` draws fewer, `SEED=1` makes
-other heads, and WORDS choose the cases that have them in their names.
+Samples with an unknown error (NaN) are excluded; the last column is the share of the others. `SAMPLES=200` draws fewer
+samples, `SEED=1` draws other heads, and WORDS select the cases whose names contain them.
 """
 
 import os
@@ -24,31 +24,31 @@ NAMES = (
 
 
 def lengths_of_t(query: Tensor, key: Tensor, freedom: int) -> tuple[Tensor, Tensor]:
-    """The lengths of the queries follow Student's t."""
+    """Give the queries lengths that follow Student's t."""
     chi = torch.randn(*query.shape[:-1], freedom).square().mean(-1, keepdim=True).sqrt()
     return query / chi, key
 
 
 def lognormal_lengths(query: Tensor, key: Tensor, spread: float) -> tuple[Tensor, Tensor]:
-    """The logarithms of the lengths of the queries are spread by this."""
+    """Give the queries lognormal lengths: `spread` is the standard deviation of their logarithms."""
     return query * torch.exp(spread * torch.randn(*query.shape[:-1], 1)), key
 
 
 def outliers(query: Tensor, key: Tensor, rows: int, times: float) -> tuple[Tensor, Tensor]:
-    """So many rows of each head, each its own, are longer than the others."""
+    """Multiply `rows` random queries of each head; heads have different rows."""
     for head in query[0]:
         head[torch.randperm(len(head))[:rows]] *= times
     return query, key
 
 
 def sharp_at_the_end(query: Tensor, key: Tensor, times: float) -> tuple[Tensor, Tensor]:
-    """The last tenth of the rows."""
+    """Multiply the queries of the last tenth of the rows."""
     query[..., -query.shape[-2] // 10 :, :] *= times
     return query, key
 
 
 def along_the_keys(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys share a direction, and one row has it; it is no longer than the others."""
+    """Give all keys a common direction, and one query the same direction with the usual length."""
     key = key + 2 * torch.randn_like(key[..., :1, :])
     usual = key.mean(-2)
     query[..., 7 * query.shape[-2] // 9, :] = usual * query.shape[-1] ** 0.5 / usual.norm(dim=-1, keepdim=True)
@@ -56,19 +56,19 @@ def along_the_keys(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def one_long_key(query: Tensor, key: Tensor, times: float) -> tuple[Tensor, Tensor]:
-    """The first, which every row sees."""
+    """Multiply the first key, which every row sees."""
     key[..., 0, :] *= times
     return query, key
 
 
 def two_kinds(query: Tensor, key: Tensor, share: float, times: float) -> tuple[Tensor, Tensor]:
-    """A share of the rows is longer."""
+    """Multiply the queries of a random share of the rows."""
     return query * torch.where(torch.rand(*query.shape[:-1], 1) < share, times, 1.0), key
 
 
 @dataclass(frozen=True)
 class Case:
-    """Heads of Gaussian queries and keys, changed as said."""
+    """Heads of Gaussian queries and keys, after the transformation `transform`, described by `label`."""
 
     is_causal: bool
     spread: float = 1.0
@@ -76,16 +76,16 @@ class Case:
     head_dim: int = 64
     batch: int = 1
     rows: int = 64
-    said: str = ""
-    changed: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda query, key: (query, key)
+    label: str = ""
+    transform: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda query, key: (query, key)
 
     def __str__(self) -> str:
-        kind = ("causal" if self.is_causal else "full") + (f", {self.said}" if self.said else "")
+        kind = ("causal" if self.is_causal else "full") + (f", {self.label}" if self.label else "")
         return f"{kind}, spread {self.spread:g}, {self.batch} × {self.keys} × {self.head_dim}, {self.rows} rows"
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """Query and key."""
-        return self.changed(*(torch.randn(self.batch, HEADS, self.keys, self.head_dim) for _ in range(2)))
+        """Return query and key."""
+        return self.transform(*(torch.randn(self.batch, HEADS, self.keys, self.head_dim) for _ in range(2)))
 
     def sampled(self, query: Tensor, key: Tensor) -> ScoreStats:
         """Return the statistics of some rows."""
@@ -93,36 +93,36 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """The scale that gives independent queries and keys this spread."""
+        """Scale at which scores of independent queries and keys have this spread."""
         return self.spread / self.head_dim**0.5
 
 
 BOTH = (False, True)
-NAMED = {  # by what is unlike in them
+NAMED = {  # groups of cases whose rows differ in some way
     "one outlier row in 1,000": [
-        Case(causal, keys=1000, said=f"one row × {times}", changed=partial(outliers, rows=1, times=times))
+        Case(causal, keys=1000, label=f"one row × {times}", transform=partial(outliers, rows=1, times=times))
         for causal, times in ((False, 10.0), (True, 30.0))
     ],
     "more outlier rows than are taken for certain": [
-        Case(causal, keys=1000, said="5 rows × 10", changed=partial(outliers, rows=5, times=10.0)) for causal in BOTH
+        Case(causal, keys=1000, label="5 rows × 10", transform=partial(outliers, rows=5, times=10.0)) for causal in BOTH
     ],
     "causal batches of few positions": [
         Case(True, keys=256, batch=batch, rows=rows) for batch, rows in ((4, 32), (8, 64), (16, 64), (16, 32))
     ],
     "a head sharp in its last tenth": [
-        Case(causal, said=f"last tenth × {times}", changed=partial(sharp_at_the_end, times=times))
+        Case(causal, label=f"last tenth × {times}", transform=partial(sharp_at_the_end, times=times))
         for causal, times in ((False, 2.0), (False, 8.0), (True, 4.0))
     ],
     "heavy tails": [
-        *(Case(causal, said="lengths t(3)", changed=partial(lengths_of_t, freedom=3)) for causal in BOTH),
-        *(Case(causal, said="lognormal", changed=partial(lognormal_lengths, spread=0.8)) for causal in BOTH),
-        *(Case(causal, said="lognormal", changed=partial(lognormal_lengths, spread=0.3)) for causal in BOTH),
+        *(Case(causal, label="lengths t(3)", transform=partial(lengths_of_t, freedom=3)) for causal in BOTH),
+        *(Case(causal, label="lognormal", transform=partial(lognormal_lengths, spread=0.8)) for causal in BOTH),
+        *(Case(causal, label="lognormal", transform=partial(lognormal_lengths, spread=0.3)) for causal in BOTH),
     ],
     "effective keys": [Case(causal, spread, keys=1024) for causal in BOTH for spread in (2, 4)],
     "others": [
-        Case(False, keys=1000, said="one row along the keys", changed=along_the_keys),
-        Case(True, said="one long key", changed=partial(one_long_key, times=6.0)),
-        Case(False, said="a tenth × 3", changed=partial(two_kinds, share=0.1, times=3.0)),
+        Case(False, keys=1000, label="one row along the keys", transform=along_the_keys),
+        Case(True, label="one long key", transform=partial(one_long_key, times=6.0)),
+        Case(False, label="a tenth × 3", transform=partial(two_kinds, share=0.1, times=3.0)),
         Case(False, rows=12),
     ],
 }
@@ -137,7 +137,7 @@ CASES = [
 
 
 def coverage(case: Case, samples: int = SAMPLES) -> tuple[dict[str, float], float]:
-    """Return the share of the told intervals that hold the exact value, over the heads; and the share that was told."""
+    """Return the share of intervals that contain the exact value, and the share of known intervals, over all heads."""
     torch.manual_seed(SEED)
     query, key = case.operands()
     exact = score_stats(query, key, is_causal=case.is_causal, scale=case.scale)

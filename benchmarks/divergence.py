@@ -1,14 +1,14 @@
-"""Does the alarm come before the loss departs, and which fix keeps it? `python benchmarks/divergence.py`
+"""Test if alarms come before the loss departs, and which fixes prevent that: `python benchmarks/divergence.py`
 
 A small transformer is trained on Python's help texts with Adam, at a learning rate that suits it and at rates where
-scores grow: plain and with each fix, over a few seeds. The loss of a run departs at the first step from which, smoothed
-over 20 steps, it stays 0.1 nats above that of the same seed and rate with a QK-norm, or is not finite. Alarms are those
-of attnscale.Monitor, and QK-Clip is attnscale.QKClip, at every step. Results go to benchmarks/results/divergence.json.
+scores grow: without a fix and with each fix, over a few seeds. Losses are smoothed over 20 steps. The loss of a run
+departs at the first step from which it stays 0.1 nats above the loss of the same seed and rate with a QK-norm, or is
+not finite. attnscale.Monitor raises the alarms, and attnscale.QKClip clips at every step. Results go to
+benchmarks/results/divergence.json.
 
-With `--scores float16` products of queries and keys are rounded as half precision rounds them, whose largest number is
-65,504: the run in which they pass it is over. Attention is written out there, so QKClip watches it from outside at
-every step, and such a step runs uncompiled also with `--compiled`, which compiles the model; with float32 scores it
-measures inside the compiled graph.
+With `--scores float16`, products of queries and keys are computed in half precision. A run ends when they exceed its
+largest number, 65,504. This attention is written out, so QKClip traces every step, and the step runs uncompiled even
+with `--compiled`, which compiles the model. With float32 scores, QKClip measures inside the compiled graph.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class HalfScores(CausalSelfAttention):
 def train(
     fix: str, rate: float, seed: int, steps: int, text: torch.Tensor, scores: str, compiled: str | None = None
 ) -> dict:
-    """One run: losses, largest scores, alarms; `compiled` by this backend."""
+    """Train once; return losses, largest scores and alarms. `compiled` names the backend of torch.compile."""
     torch.manual_seed(seed)
     model = CausalTransformer(VOCABULARY, D_MODEL, LAYERS, HEADS, **FIXES[fix])
     if scores == "float16":
@@ -71,7 +71,7 @@ def train(
     monitor = Monitor(model, every=EVERY, sinks=sinks)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 50)  # a short warm-up, as everyone has
+            group["lr"] = rate * min(1.0, (step + 1) / 50)  # a short warm-up, as in most training runs
         starts = torch.randint(0, len(text) - LENGTH - 1, (BATCH,), generator=generator)
         tokens = text[starts[:, None] + torch.arange(LENGTH + 1)]
         loss = F.cross_entropy(run(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -102,12 +102,12 @@ def train(
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """Running means over SMOOTH steps."""
+    """Return running means over SMOOTH steps."""
     return [statistics.fmean(losses[max(0, at - SMOOTH + 1) : at + 1]) for at in range(len(losses))]
 
 
 def departure(curve: list[float], reference: list[float]) -> int | None:
-    """The first step from which a curve stays DEPARTURE above another; None where it does not end there."""
+    """Return the first step from which a curve stays DEPARTURE above `reference`; None if it ends below that."""
     behind = [
         value > other + DEPARTURE or not math.isfinite(value) for value, other in zip(curve, reference, strict=False)
     ]
@@ -116,7 +116,7 @@ def departure(curve: list[float], reference: list[float]) -> int | None:
 
 
 def finite(plain: object) -> object:
-    """Return a value with None for each number that JSON has no word for."""
+    """Return a value with None for each number that is not finite, as JSON needs."""
     if isinstance(plain, dict):
         return {key: finite(value) for key, value in plain.items()}
     if isinstance(plain, list):
@@ -125,7 +125,7 @@ def finite(plain: object) -> object:
 
 
 def main() -> None:
-    """Train, print a line a run, and record them."""
+    """Train, print one line per run, and record the runs."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rates", type=float, nargs="+", default=[0.003, 0.1, 0.3])
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -134,7 +134,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=200)
     arguments.add_argument("--out", type=Path, default=RESULTS)
     given = arguments.parse_args()
-    torch.set_num_threads(1)  # matrices this small gain nothing from a second
+    torch.set_num_threads(1)  # such small matrices are no faster on two threads
     logging.getLogger("attnscale").setLevel(logging.ERROR)
     text, runs, reference, start = encode(default_text()), [], [], time.perf_counter()
     for rate, seed in itertools.product(given.rates, given.seeds):

@@ -1,10 +1,10 @@
-"""Training runs that forecasts and alarms are judged on. `python benchmarks/forecast_runs.py`
+"""Record the training runs on which forecasts and alarms are tested: `python benchmarks/forecast_runs.py`
 
-Small transformers on Python's help texts, watched by attnscale.Monitor: healthy ones of several widths, depths, rates
-and schedules, with each fix, and a trained model that is trained on; and ones whose rate is far too high. The loss of a
-run departs at the first step from which, smoothed over 20 steps, it stays 0.1 nats above that of the same seed and
-settings with a QK-norm, or is not finite. One run a line goes to benchmarks/results/forecast-runs.jsonl.xz: what a log
-keeps of every layer, the loss, and where it departed. `python benchmarks/forecasts.py` says what comes of them.
+Small transformers on Python's help texts, watched by attnscale.Monitor. Healthy runs vary in width, depth, rate,
+schedule and fix; some train a trained model further. Other runs have far too high a rate. Losses are smoothed over 20
+steps. A loss departs at the first step from which it stays 0.1 nats above that of the same case with a QK-norm, or is
+not finite. Each line of benchmarks/results/forecast-runs.jsonl.xz is a run: the numbers of every layer, the loss, and
+the step at which it departed. `python benchmarks/forecasts.py` evaluates these runs.
 """
 
 import argparse
@@ -42,7 +42,7 @@ BY_LAYER = (
     "key_norm",
     "alignment",
 )
-MASKED = 0.15  # of the tokens that an encoder predicts
+MASKED = 0.15  # share of the tokens, which an encoder predicts
 
 
 def constant(step: int, steps: int) -> float:
@@ -51,27 +51,27 @@ def constant(step: int, steps: int) -> float:
 
 
 def warmed(step: int, steps: int) -> float:
-    """Up over a tenth of the run, then constant."""
+    """Return a rate that rises over a tenth of the run and then stays constant."""
     return min(1.0, 10 * (step + 1) / steps)
 
 
 def cosine(step: int, steps: int) -> float:
-    """Up over a tenth of the run, then down to nothing along a cosine."""
+    """Return a rate that rises over a tenth of the run and then falls to zero along a cosine."""
     return warmed(step, steps) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def linear(step: int, steps: int) -> float:
-    """Down to nothing in a line."""
+    """Return a rate that falls linearly to zero."""
     return 1 - step / steps
 
 
 def stable_then_decayed(step: int, steps: int) -> float:
-    """Up, constant, and down over the last fifth."""
+    """Return a rate that rises, stays constant, and falls over the last fifth of the run."""
     return min(warmed(step, steps), 5 * (1 - step / steps))
 
 
 def accident(step: int, steps: int) -> float:
-    """A hundredth until half of the run, then all of it, as after a slip in a schedule."""
+    """Return 1% of the rate in the first half of the run, then the whole rate, as after an error in a schedule."""
     return 0.01 if step < steps // 2 else 1.0
 
 
@@ -142,8 +142,8 @@ TOO_FAST = tuple(
 
 
 @dataclass
-class Kept:
-    """The columns that are kept of a run while it goes on."""
+class RunColumns:
+    """Sink that collects the recorded columns of a run."""
 
     every: int
     steps: list[int] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Kept:
     clipped: dict[str, list[float]] = field(default_factory=dict)
 
     def __call__(self, record: Record) -> None:
-        """Take what is needed from a record."""
+        """Add a record if its step is a multiple of `every`."""
         if record.step % self.every:
             return
         self.steps.append(record.step)
@@ -167,19 +167,19 @@ class Kept:
             )
 
     def clip(self, model: nn.Module, monitor: Monitor, threshold: float) -> None:
-        """QK-Clip, whose factors stand in the next record."""
+        """Apply QK-Clip, and store its factors for the next record."""
         for head in clip_qk_(model, monitor, threshold).heads:
             factors = self.clipped.setdefault(head.layer, [1.0] * monitor.layers[head.layer].heads)
             factors[head.head] *= head.gamma
 
 
 def short(value: float) -> float | None:
-    """To four digits; None for what is not a number."""
+    """Return the value rounded to four digits; None if it is not finite."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 class Encoder(nn.Module):
-    """A small BERT: bytes, some of them hidden, and what they were."""
+    """A small BERT, which predicts masked bytes."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -190,13 +190,13 @@ class Encoder(nn.Module):
         self.head = nn.Linear(case.d_model, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of every token."""
+        """Return the logits of every token."""
         logits: torch.Tensor = self.head(self.encoder(self.embedding(tokens) + self.places))
         return logits
 
 
 def model_of(case: Case) -> nn.Module:
-    """The model of a case, as it starts."""
+    """Return the initial model of a case."""
     if case.start == "bundled":
         return load_bundled()[0].train()
     if case.start == "encoder":
@@ -210,7 +210,7 @@ def model_of(case: Case) -> nn.Module:
 
 
 def loss_of(case: Case, model: nn.Module, tokens: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the loss of the next byte, or of those that were hidden."""
+    """Return the loss of the next byte, or of the masked bytes for an encoder."""
     if case.start != "encoder":
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     tokens = tokens[:, :-1]
@@ -219,7 +219,7 @@ def loss_of(case: Case, model: nn.Module, tokens: torch.Tensor, generator: torch
 
 
 def train(case: Case, seed: int, text: torch.Tensor) -> tuple[dict[str, object], list[float]]:
-    """One run: what is recorded of it, and its smoothed loss."""
+    """Train once; return the record of the run, and its smoothed loss."""
     torch.manual_seed(seed)
     model = model_of(case)
     trained = is_trained(model)
@@ -228,7 +228,7 @@ def train(case: Case, seed: int, text: torch.Tensor) -> tuple[dict[str, object],
     )
     if case.optimizer == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), case.rate, momentum=0.9)
-    generator, losses, kept = torch.Generator().manual_seed(seed), [], Kept(case.every)
+    generator, losses, kept = torch.Generator().manual_seed(seed), [], RunColumns(case.every)
     monitor = Monitor(model, every=1 if case.clip else case.every, sinks=[kept])
     for step in range(case.steps):
         for group in optimizer.param_groups:
@@ -259,7 +259,7 @@ def train(case: Case, seed: int, text: torch.Tensor) -> tuple[dict[str, object],
 
 
 def runs_of(case: Case, seed: int, text: torch.Tensor) -> list[dict[str, object]]:
-    """The run of a case; where it is too fast, with the same under a QK-norm, which tells where its loss departs."""
+    """Return the run of a case; if its rate is too high, also the same run with a QK-norm, as the reference."""
     found, curve = train(case, seed, text)
     if not case.too_fast:
         return [found | {"departs": None}]
@@ -268,12 +268,12 @@ def runs_of(case: Case, seed: int, text: torch.Tensor) -> list[dict[str, object]
 
 
 def main() -> None:
-    """Train all of them, one after the other, and write them down."""
+    """Train all cases in turn, and write the runs."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[*TUNED, *SET_ASIDE])
     arguments.add_argument("--out", type=Path, default=RESULTS)
     given = arguments.parse_args()
-    torch.set_num_threads(1)  # matrices this small gain nothing from a second
+    torch.set_num_threads(1)  # such small matrices are no faster on two threads
     logging.getLogger("attnscale").setLevel(logging.ERROR)
     text, start = encode(default_text()), time.perf_counter()
     with lzma.open(given.out, "wt", encoding="utf-8", preset=9) as file:

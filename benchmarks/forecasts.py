@@ -1,10 +1,10 @@
-"""Do forecasts and alarms come true? `python benchmarks/forecasts.py`
+"""Test if forecasts and alarms come true: `python benchmarks/forecasts.py`
 
-Replays the runs that benchmarks/forecast_runs.py recorded, record by record, and asks at each what a monitor and
-`attnscale watch-log` would say then: how often the 90% interval of a forecast held what the run then showed, how often
-a layer of a healthy run was said to pass a threshold and did not within the forecast's reach, and how many diverging
-runs were told of, truly, before their loss departed. Damping and widths were chosen on the first seeds; the figures of
-those set aside are printed beside them.
+Replay the runs of benchmarks/forecast_runs.py record by record, with the forecasts that a monitor and
+`attnscale watch-log` would make at each record. Measure how often the 90% interval of a forecast contained the later
+values, how often a healthy run had a forecast of a threshold that it did not pass in time, and how many diverging runs
+had a correct forecast before their loss departed. Damping and widths were chosen on the first seeds; the figures of the
+held-out seeds are printed too.
 """
 
 import argparse
@@ -26,72 +26,72 @@ from attnscale.train.history import WINDOW, History, Sample, trend
 RESULTS = Path(__file__).parent / "results" / "forecast-runs.jsonl.xz"
 TUNED, SET_ASIDE = (0, 1), (100, 101)  # seeds
 BY_HEAD = ("max", "max_above_mean")
-RENAMED = {"scale": "scale_applied"}  # in the recorded runs
+RENAMED = {"scale": "scale_applied"}  # recorded name: present name
 
 
 @dataclass(frozen=True)
-class Said:
-    """That a layer will pass a threshold, and when it did."""
+class Forecast:
+    """A forecast that a layer will pass a threshold, and the step at which it passed."""
 
     step: int
     layer: str
     crossing: Crossing
     passed: float  # step of the first record at or above the threshold; inf: never
 
-    reach: float  # steps that the samples bore
+    reach: float  # steps ahead that the forecast covers
 
     @property
     def is_true(self) -> bool:
-        """Return True if the run passed it within the reach of the forecast."""
+        """Return True if the run passed the threshold within the reach of the forecast."""
         return self.passed <= self.step + self.reach
 
 
 @dataclass
-class Replayed:
-    """A recorded run, and what was said at each of its records."""
+class Replay:
+    """A recorded run, and the forecasts at each of its records."""
 
     case: str
     seed: int
     departs: int | None
     records: list[Record]
     trained: bool
-    said: list[Said] = field(default_factory=list)
-    covered: list[tuple[float, bool]] = field(default_factory=list)  # samples ahead; inside?
+    predictions: list[Forecast] = field(default_factory=list)
+    covered: list[tuple[float, bool]] = field(default_factory=list)  # samples ahead; contained?
     alarms: list[tuple[int, Finding]] = field(default_factory=list)
 
     @property
     def is_healthy(self) -> bool:
-        """Return True if its loss stayed with what the settings can reach."""
+        """Return True if its loss did not depart."""
         return self.departs is None
 
     @cached_property
-    def told_at(self) -> int | None:
-        """The first record at which something was said that came true."""
-        return min((said.step for said in self.said if said.is_true), default=None)
+    def first_true(self) -> int | None:
+        """Return the step of the first forecast that came true."""
+        return min((each.step for each in self.predictions if each.is_true), default=None)
 
     @property
-    def falsely_told(self) -> set[int]:
-        """Records at which something was said that did not."""
-        return {said.step for said in self.said if not said.is_true}
+    def false_steps(self) -> set[int]:
+        """Return the steps of forecasts that did not come true."""
+        return {each.step for each in self.predictions if not each.is_true}
 
 
-def read_runs(path: Path = RESULTS, seeds: Iterable[int] | None = None) -> Iterator[Replayed]:
-    """The recorded runs, not looked at yet."""
+def read_runs(path: Path = RESULTS, seeds: Iterable[int] | None = None) -> Iterator[Replay]:
+    """Yield the recorded runs, without forecasts."""
     with lzma.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             plain = json.loads(line)
             if seeds is None or plain["seed"] in seeds:
-                yield Replayed(plain["case"], plain["seed"], plain["departs"], list(records(plain)), plain["trained"])
+                yield Replay(plain["case"], plain["seed"], plain["departs"], list(records(plain)), plain["trained"])
 
 
 def records(plain: dict[str, Any]) -> Iterator[Record]:
-    """Return what a log of the run would hold, one number a layer where that is all that is kept."""
+    """Yield the records of a run; some statistics were recorded with one number per layer only."""
     softcap = plain["settings"]["softcap"]
     for at, step in enumerate(plain["steps"]):
         layers = {}
         for name, columns in plain["layers"].items():
             numbers = {
-                RENAMED.get(number, number): [math.nan if value is None else value for value in of_heads(column[at])]
+                RENAMED.get(number, number): [math.nan if value is None else value for value in as_list(column[at])]
                 for number, column in columns.items()
                 if number not in ("broken", "clipped")
             }
@@ -100,24 +100,24 @@ def records(plain: dict[str, Any]) -> Iterator[Record]:
         yield Record(step, 0.0, layers)
 
 
-def of_heads(value: Any) -> list[Any]:
-    """One number a head, or one for all."""
+def as_list(value: Any) -> list[Any]:
+    """Return a list of one number per head, or of one for the whole layer."""
     return value if isinstance(value, list) else [value]
 
 
-def replay(run: Replayed) -> Replayed:
-    """Ask at every record what is forecast, and look what came."""
+def replay(run: Replay) -> Replay:
+    """Forecast at every record, and compare with the later records."""
     history = History(Thresholds(), run.trained)
     for record in run.records:
         run.alarms += [(record.step, alarm) for alarm in history.add(record.step, dict(record.layers))]
     for name in run.records[0].layers:
         samples = [Sample.of(record.step, record.layers[name]) for record in run.records if name in record.layers]
         for count in range(1, len(samples) + 1):
-            _ask(run, name, samples[:count], samples[count:])
+            _forecast(run, name, samples[:count], samples[count:])
     return run
 
 
-def _ask(run: Replayed, name: str, known: Sequence[Sample], ahead: Sequence[Sample]) -> None:
+def _forecast(run: Replay, name: str, known: Sequence[Sample], ahead: Sequence[Sample]) -> None:
     layer = run.records[len(known) - 1].layers[name]
     found, now = trend(known[-WINDOW:], layer.softcap), known[-1]
     growth = None if found.is_clipped else found.growth
@@ -126,7 +126,7 @@ def _ask(run: Replayed, name: str, known: Sequence[Sample], ahead: Sequence[Samp
     crossing = found.passes(next_threshold(now.largest, layer.clipped is not None))
     if crossing is not None:
         passed = next((sample.step for sample in ahead if sample.largest >= crossing.threshold), math.inf)
-        run.said.append(Said(now.step, name, crossing, passed, growth.horizon))
+        run.predictions.append(Forecast(now.step, name, crossing, passed, growth.horizon))
     for sample in ahead:
         steps = sample.step - now.step
         if steps > growth.horizon or not sample.largest > 0:
@@ -136,51 +136,51 @@ def _ask(run: Replayed, name: str, known: Sequence[Sample], ahead: Sequence[Samp
 
 
 def share(parts: Iterable[bool]) -> float:
-    """Return the share for which it holds; NaN if there are none."""
+    """Return the share of true values; NaN if there are no values."""
     found = list(parts)
     return sum(found) / len(found) if found else math.nan
 
 
-def figures(runs: Sequence[Replayed]) -> dict[str, float]:
-    """Return what a test holds."""
+def figures(runs: Sequence[Replay]) -> dict[str, float]:
+    """Return the printed figures, which a test checks."""
     healthy = [run for run in runs if run.is_healthy]
     diverging = [run for run in runs if not run.is_healthy]
     samples = sum(len(run.records) for run in healthy)
     return {
         "healthy runs": len(healthy),
         "samples of healthy runs": samples,
-        "samples with a false 'will pass'": sum(len(run.falsely_told) for run in healthy),
-        "false share": sum(len(run.falsely_told) for run in healthy) / max(samples, 1),
+        "samples with a false 'will pass'": sum(len(run.false_steps) for run in healthy),
+        "false share": sum(len(run.false_steps) for run in healthy) / max(samples, 1),
         "coverage of 90% intervals": share(inside for run in runs for _, inside in run.covered),
         "coverage in healthy runs": share(inside for run in healthy for _, inside in run.covered),
         "coverage in diverging runs": share(inside for run in diverging for _, inside in run.covered),
-        "forecasts that a threshold is passed": sum(len(run.said) for run in runs),
-        "of these passed within reach": share(said.is_true for run in runs for said in run.said),
-        "of these passed in the run": share(math.isfinite(said.passed) for run in runs for said in run.said),
+        "forecasts that a threshold is passed": sum(len(run.predictions) for run in runs),
+        "of these passed within reach": share(each.is_true for run in runs for each in run.predictions),
+        "of these passed in the run": share(math.isfinite(each.passed) for run in runs for each in run.predictions),
         "of these not before the earliest": share(
-            said.passed >= said.crossing.earliest for run in runs for said in run.said
+            each.passed >= each.crossing.earliest for run in runs for each in run.predictions
         ),
         "diverging runs": len(diverging),
         "told before the loss departs": share(
-            run.told_at is not None and run.departs is not None and run.told_at < run.departs for run in diverging
+            run.first_true is not None and run.departs is not None and run.first_true < run.departs for run in diverging
         ),
         "healthy runs with a warning": sum(any(alarm.severity != "note" for _, alarm in run.alarms) for run in healthy),
     }
 
 
 def main() -> None:
-    """Print the figures of the seeds that were tuned on, and of those set aside."""
+    """Print the figures of the seeds used for tuning, and of the held-out seeds."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--runs", type=Path, default=RESULTS)
-    arguments.add_argument("--each", action="store_true", help="Print every run, too.")
+    arguments.add_argument("--each", action="store_true", help="Print every run too.")
     given = arguments.parse_args()
     for title, seeds in (("tuned on", TUNED), ("set aside", SET_ASIDE)):
         runs = [replay(run) for run in read_runs(given.runs, seeds)]
         print(f"seeds {title}: {', '.join(map(str, seeds))}")
         for run in runs if given.each else ():
             print(
-                f"  {run.case}, seed {run.seed}: departs {run.departs}, told {run.told_at}, false at "
-                f"{sorted(run.falsely_told)}, coverage {share(inside for _, inside in run.covered):.2f}, alarms "
+                f"  {run.case}, seed {run.seed}: departs {run.departs}, told {run.first_true}, false at "
+                f"{sorted(run.false_steps)}, coverage {share(inside for _, inside in run.covered):.2f}, alarms "
                 f"{[(step, alarm.code, alarm.severity) for step, alarm in run.alarms]}"
             )
         for name, value in figures(runs).items():

@@ -1,7 +1,7 @@
-"""Attention with statistics over plain SDPA on a GPU, shape by shape: `python benchmarks/kernels.py`.
+"""Time attention with statistics relative to plain SDPA on a GPU, for each shape: `python benchmarks/kernels.py`.
 
-Every statistic is read, and every ratio is over SDPA's best backend, timed in turns. `--kernels` prints the device time
-of each kernel behind a call instead.
+Every statistic is read. Ratios are relative to SDPA's fastest backend, timed alternately. `--kernels` prints the
+device time of each kernel of a call instead.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from attnscale import attention_with_stats, score_stats
 from attnscale.bench.dense import BACKENDS, H200, Case, backend_name, read, sdpa
 
 ROUNDS = 9
-TIMED = 15.0  # milliseconds of one timing, or one call
+TIMED = 15.0  # milliseconds of one timing; a longer call is timed alone
 TRACED = 9  # calls whose kernels are timed
 SHAPES = [*H200, (16, 12, 12, 1024, 1024, 64, "float16")]
 Call = Callable[[], object]
@@ -44,7 +44,7 @@ def trained(run: Callable[[], Tensor], grad: Tensor, qkv: list[Tensor]) -> None:
 
 
 def elapsed(call: Call, times: int) -> float:
-    """Return the milliseconds of a call from Python, one of so many in a row."""
+    """Return the mean milliseconds of `times` successive calls from Python."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
@@ -55,7 +55,7 @@ def elapsed(call: Call, times: int) -> float:
 
 
 def milliseconds(calls: dict[str, Call]) -> dict[str, list[float]]:
-    """Return the milliseconds of each call, timed in turns; calls that fail are left out."""
+    """Return the milliseconds of each call, timed alternately; calls that fail are omitted."""
     times: dict[str, int] = {}
     for name, call in calls.items():
         try:
@@ -72,7 +72,7 @@ def milliseconds(calls: dict[str, Call]) -> dict[str, list[float]]:
 
 
 def ratios(plain: dict[str, Call], ours: dict[str, Call]) -> tuple[float, dict[str, float]]:
-    """Return the milliseconds of the fastest plain call, and of our calls how many times that they take."""
+    """Return the milliseconds of the fastest plain call, and the ratio of each of our calls to it."""
     first = {name: statistics.median(each) for name, each in milliseconds(plain).items()}
     best = min(first, key=first.__getitem__)
     found = milliseconds({best: plain[best]} | ours)
@@ -129,10 +129,10 @@ def device_times(case: Case) -> None:
 
 
 def main() -> None:
-    """Look at every shape, or at some."""
+    """Print all shapes, or the selected ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="by their number")
-    parser.add_argument("--no-backward", action="store_true", help="leave out forward and backward together")
+    parser.add_argument("--no-backward", action="store_true", help="do not time the backward pass")
     parser.add_argument("--kernels", action="store_true", help="device time of each kernel instead")
     arguments = parser.parse_args()
     for number in arguments.shapes:

@@ -1,8 +1,8 @@
 """Time the library's operator in a training step of the lab's model: `python benchmarks/lab_step.py`
 
-The lab's model is trained beside the same model written with F.scaled_dot_product_attention and tables of rotary
-positions made once, as one would write it without this library; same weights, same batches, in turns. The ratios of
-neighbouring steps are reported with their quartiles. Fails where a median is above the limit.
+The lab's model and a plain model train alternately with the same weights and batches. The plain model is the same
+transformer without this library: it calls F.scaled_dot_product_attention, and computes its rotary tables once. Print
+the median ratio of successive steps with its quartiles. Fail if a median is above the limit.
 """
 
 import argparse
@@ -24,7 +24,7 @@ LIMIT = 1.1
 
 
 class PlainAttention(nn.Module):
-    """Causal attention with rotary positions, on SDPA as it is."""
+    """Causal attention with rotary positions on plain SDPA."""
 
     def __init__(self, twin: nn.Module, length: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class PlainAttention(nn.Module):
         self.register_buffer("sin", angle.sin().to(device), persistent=False)
 
     def forward(self, x: Tensor, _: object = None) -> Tensor:
-        """Project, rotate, attend, project back; its tables are its own."""
+        """Project, rotate, attend, project back; uses its own rotary tables."""
         batch, length, _ = x.shape
         query, key, value = (
             project(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
@@ -64,7 +64,7 @@ class Run:
         self.optimiser = adam(model, 1e-3)
 
     def seconds(self, seed: int, batch: int) -> tuple[float, float]:
-        """The time of one step, and its loss."""
+        """Train one step; return its seconds and its loss."""
         examples = self.task.batch(batch, torch.Generator().manual_seed(seed))
         self._wait()
         start = time.perf_counter()
@@ -81,13 +81,13 @@ class Run:
 
 
 def compare(given: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Ratios of neighbours, each first in every second round, and the seconds of a plain step."""
+    """Return the ratios of paired steps, whose order alternates, and the seconds of plain steps."""
     runs = {"lab": Run(given, is_plain=False), "plain": Run(given, is_plain=True)}
     ratios, plain = [], []
     for turn in range(given.rounds + given.warm_up):
         found = {name: runs[name].seconds(turn, given.batch) for name in (runs if turn % 2 else reversed(runs))}
         if abs(found["lab"][1] - found["plain"][1]) > 1e-3 * found["plain"][1]:
-            sys.exit(f"The two are not the same model: step {turn} has losses {found['lab'][1]}, {found['plain'][1]}.")
+            sys.exit(f"The two models differ: step {turn} has the losses {found['lab'][1]}, {found['plain'][1]}.")
         if turn >= given.warm_up:
             ratios.append(found["lab"][0] / found["plain"][0])
             plain.append(found["plain"][0])
@@ -95,14 +95,14 @@ def compare(given: argparse.Namespace) -> tuple[list[float], list[float]]:
 
 
 def main() -> None:
-    """Print medians and quartiles, record them, and hold them to the limit."""
+    """Print medians and quartiles, record them, and fail if a median is above the limit."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--head-dims", type=int, nargs="+", default=[8, 32, 128, 256])
     arguments.add_argument("--length", type=int, default=32)
     arguments.add_argument("--batch", type=int, default=16)
     arguments.add_argument("--rounds", type=int, default=100)
     arguments.add_argument("--warm-up", type=int, default=10)
-    arguments.add_argument("--threads", type=int, default=1, help="of torch; the lab's cells have one")
+    arguments.add_argument("--threads", type=int, default=1, help="threads of torch; the lab's cells use one")
     arguments.add_argument("--device", default="cpu")
     arguments.add_argument("--out", type=Path, default=None)
     given = arguments.parse_args()

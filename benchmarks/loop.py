@@ -1,20 +1,20 @@
 """Time a Monitor and a QKClip in training loops: `python benchmarks/loop.py --device cuda`
 
-Each row of CASES is a model, its tokens, and whether it is compiled. Three loops of it are timed in turns, in one run:
+Each row of CASES is a model, eager or compiled, with its inputs. One run times three loops of it alternately:
 
 - plain;
 - with a Monitor: every step sampled, and one step in ten;
 - with a QKClip after every step, on a model whose scores are in range.
 
-Every loop is timed twice: with a synchronisation after each step, where nothing that the host does can hide behind the
-GPU, and in groups of ten steps, as people run them. The host's own time is what a step takes to return before the
-synchronisation, with an idle GPU; what a loop adds to that is divided by the attention layers.
+Every loop is timed twice: with a synchronisation after each step, so that no host time overlaps with the GPU, and in
+groups of ten steps, as in real training. The host time of a step is the time until it returns, before the
+synchronisation, on an idle GPU. The additional host time of a loop is divided by the number of attention layers.
 
-The first sampled step runs uncompiled under the tracer and the second compiles the probes; both come before the
-timing, as does QKClip's first step. On a CPU a row of a tiny model shows what the host does for each layer; measuring
-itself, which a GPU would do, is a part of that there, and no limit applies.
+The first sampled step runs uncompiled under the tracer, and the second compiles the probes. Both come before the
+timing, and so does QKClip's first step. On a CPU, a row of a tiny model shows the host time of each layer. It includes
+the measurement itself, which would run on a GPU, so it has no limit.
 
-`--only` chooses rows; `--quick` takes three turns, which differ by more than nine. `--profile` also prints where the
+`--only` selects rows; `--quick` times three turns instead of nine, with more noise. `--profile` also prints where the
 host spends its time, in sampled steps and in steps with QKClip. `--curves` compares the losses of 200 steps of each
 loop from one seed.
 """
@@ -39,14 +39,14 @@ from attnscale import Monitor, QKClip
 from attnscale.models import CausalTransformer
 
 GROUP, EVERY, CALLS = 10, 50, 10_000
-QUICK, PROFILED, LARGEST = 3, 10, 25  # turns of --quick; steps of --profile, and lines
+QUICK, PROFILED, LARGEST = 3, 10, 25  # turns of --quick; steps and printed lines of --profile
 LONG_STEP = 45.0  # ms; on longer steps the host is hidden behind the GPU
 LIMITS = {
     "every step": 1.25, "QKClip": 1.08, "every 50th": 1.01, "sample, host ms a layer": 0.4,
     "QKClip, host ms a layer": 0.1, "memory, sampled": 1.01, "memory, QKClip": 1.01,
 }  # fmt: skip
 LIMITS_OF_LONG_STEPS = LIMITS | {"every step": 1.01, "QKClip": 1.01}
-LIMITS_ON_CPU = {"every step": 1.3, "QKClip": 1.1, "every 50th": 1.01}  # of a step in which the model has work to do
+LIMITS_ON_CPU = {"every step": 1.3, "QKClip": 1.1, "every 50th": 1.01}  # not for tiny models
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Case:
     """One row of the table."""
 
     name: str
-    make: Callable[[str], nn.Module]  # of a size
+    make: Callable[[str], nn.Module]  # takes a size
     compiled: bool
     inputs: tuple[int, ...]  # batch and length, or the shape of images
     dtype: torch.dtype = torch.bfloat16
@@ -62,17 +62,17 @@ class Case:
 
 
 def gpt2(size: str) -> nn.Module:
-    """GPT-2 small's shape."""
+    """Return a transformer with GPT-2 small's shape."""
     return CausalTransformer(1024, 96, 2, 4) if size == "small" else CausalTransformer(50_257, 768, 12, 12)
 
 
 def gpt_on_cpu(size: str) -> nn.Module:
-    """Six layers, for two cores."""
+    """Return a transformer of six layers, small enough for two cores."""
     return CausalTransformer(1024, 96, 2, 4) if size == "small" else CausalTransformer(4096, 384, 6, 6)
 
 
 def hugging_face(name: str, **settings: object) -> Callable[[str], nn.Module]:
-    """A causal language model of Hugging Face, by the name of its config."""
+    """Return a function that makes a causal language model of Hugging Face by the name of its config."""
 
     def make(size: str) -> nn.Module:
         import transformers
@@ -94,7 +94,7 @@ def hugging_face(name: str, **settings: object) -> Callable[[str], nn.Module]:
 
 
 def vit(size: str) -> nn.Module:
-    """ViT-B/16."""
+    """Return a ViT-B/16."""
     from transformers import ViTConfig, ViTForImageClassification
 
     shape = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -140,7 +140,7 @@ ON_CPU = [
 
 
 class Loop:
-    """A model in training, as anyone writes it."""
+    """A model in a usual training loop."""
 
     def __init__(self, case: Case, given: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -170,7 +170,7 @@ class Loop:
         return F.cross_entropy(logits.flatten(0, 1).float(), self.inputs[:, 1:].flatten())
 
     def step(self) -> Tensor:
-        """One step; its loss is not waited for."""
+        """Run one step; return its loss without waiting for it."""
         loss = self._loss()
         loss.backward()
         self.optimizer.step()
@@ -179,9 +179,9 @@ class Loop:
         return loss.detach()
 
     def timed_step(self) -> tuple[float, float]:
-        """Milliseconds of one step with a synchronisation behind it, and those of the host before that.
+        """Return the milliseconds of a synchronised step, and of its host part, before the synchronisation.
 
-        A step comes before it, whose record is made in the one that is timed.
+        An untimed step comes first; its record is made in the timed step.
         """
         self.step()
         self.wait()
@@ -192,7 +192,7 @@ class Loop:
         return 1e3 * (time.perf_counter() - start), 1e3 * (host - start)
 
     def timed_group(self) -> float:
-        """Milliseconds of a step, in a group of ten."""
+        """Return the milliseconds of a step, in a group of ten."""
         self.wait()
         start = time.perf_counter()
         for _ in range(GROUP):
@@ -201,7 +201,7 @@ class Loop:
         return 1e3 * (time.perf_counter() - start) / GROUP
 
     def peak(self) -> float:
-        """Bytes at the height of one step, with what the model holds."""
+        """Return the peak memory of one step in bytes, including the model."""
         if self.device != "cuda":
             self.step()
             return float("nan")
@@ -222,7 +222,7 @@ class Loop:
 
 
 class Sampled:
-    """A loop with a Monitor that samples when told to."""
+    """A loop with a Monitor whose sampling can be switched."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop, self.monitor = loop, Monitor(loop.model, every=EVERY)
@@ -240,7 +240,7 @@ class Sampled:
             self.monitor.cancel()
 
     def between(self) -> float:
-        """Milliseconds of monitor.step() where neither this step nor the next is sampled."""
+        """Return the milliseconds of monitor.step() if neither this step nor the next is sampled."""
         self.monitor.every = EVERY
         start = time.perf_counter()
         for _ in range(CALLS):
@@ -250,7 +250,7 @@ class Sampled:
 
 
 def measure(case: Case, given: argparse.Namespace) -> dict[str, object]:
-    """All numbers of one row."""
+    """Return all numbers of one row."""
     plain, clipped = Loop(case, given), Loop(case, given)
     plain.step()
     sampled = Sampled(plain)
@@ -307,7 +307,7 @@ def profile(name: str, loop: Loop) -> None:
     for order in ("tottime", "cumtime"):
         loop.wait()
         profiler = cProfile.Profile()
-        with torch.autograd.set_multithreading_enabled(False):  # else a backward runs on a thread that is not profiled
+        with torch.autograd.set_multithreading_enabled(False):  # otherwise backward runs on an unprofiled thread
             profiler.enable()
             for _ in range(PROFILED):
                 loop.step()
@@ -318,7 +318,7 @@ def profile(name: str, loop: Loop) -> None:
 
 
 def curves(case: Case, given: argparse.Namespace) -> dict[str, float]:
-    """Return how far the losses of 200 steps part from those of the plain loop, at most."""
+    """Return the largest difference between the losses of each loop and of the plain loop over 200 steps."""
     losses = {}
     for kind in ("plain", "plain again", "sampled", "QKClip"):
         loop = Loop(case, given)
@@ -332,11 +332,11 @@ def curves(case: Case, given: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the rows, and what passes its limit."""
+    """Print the rows, and the numbers above their limits."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments.add_argument("--small", action="store_true", help="tiny models, to try the script")
-    arguments.add_argument("--rounds", type=int, default=9, help="turns in which the loops are timed")
+    arguments.add_argument("--rounds", type=int, default=9, help="number of turns, each of which times every loop")
     arguments.add_argument("--quick", action="store_true", help="three turns")
     arguments.add_argument("--profile", action="store_true", help="also print where the host spends its time")
     arguments.add_argument("--only", nargs="+", default=[""], help="rows whose names contain one of these")
@@ -362,7 +362,7 @@ def main() -> None:
                 over.append(f"{case.name}, {kind}: {value:.4f} > {limit}")
         if given.curves:
             found["losses of 200 steps part by"] = parted = curves(case, given)
-            print(f"  losses of 200 steps part from the plain ones by at most {parted}", flush=True)
+            print(f"  losses of 200 steps differ from the plain ones by at most {parted}", flush=True)
     if given.out is not None:
         given.out.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
     print("Over the limit: " + ("; ".join(over) or "nothing"))

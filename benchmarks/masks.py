@@ -1,7 +1,7 @@
-"""Time statistics behind the masks people train with: `python benchmarks/masks.py`.
+"""Time statistics with common masks: `python benchmarks/masks.py`.
 
-Each beside plain SDPA with the same mask, before it and after it in turns; every statistic is read. A soft-cap has no
-plain SDPA: there it is attnscale's own attention without statistics.
+Each timing is paired with one of plain SDPA with the same mask, alternately before and after it; every statistic is
+read. SDPA has no soft-cap, so its reference is attnscale's own attention without statistics.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROUNDS = 7
 
 
 def masks(batch: int, length: int, device: str) -> dict[str, dict[str, Any]]:
-    """By name, what is given to attention."""
+    """Return the arguments of attention, by the name of the mask."""
     at = torch.arange(length, device=device)
     ahead = at[:, None] - at
     lengths = torch.linspace(length // 2, length, batch, device=device)
@@ -38,19 +38,19 @@ def masks(batch: int, length: int, device: str) -> dict[str, dict[str, Any]]:
 
 
 def read(rows: int | None, options: dict[str, Any], qkv: list[Tensor]) -> None:
-    """Attention with every statistic read."""
+    """Run attention, and read every statistic."""
     _, stats = attention_with_stats(*qkv, rows=rows, **options)
     for name in of_scores():
         getattr(stats, name)
 
 
 def plain(options: dict[str, Any], qkv: list[Tensor]) -> None:
-    """Attention without statistics."""
+    """Run attention without statistics."""
     (attention if "softcap" in options else F.scaled_dot_product_attention)(*qkv, **options)
 
 
 def ratio(step: Callable[[], None], base: Callable[[], None], device: str) -> tuple[float, float]:
-    """Milliseconds of the base, and how many times that the step takes."""
+    """Return the median milliseconds of the base, and the ratio of the step to it."""
     own, reference = clocks(step, device)[CALLS], clocks(base, device)[CALLS]
     pairs = [(own(), reference()) if turn % 2 else (reference(), own())[::-1] for turn in range(ROUNDS)]
     return statistics.median(b for _, b in pairs), statistics.median(a / b for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Random attentions on a GPU against float64: `python benchmarks/random_cases.py --cases 10000`."""
+"""Compare attention on random inputs on a GPU with float64: `python benchmarks/random_cases.py --cases 10000`."""
 
 import argparse
 import random
@@ -16,7 +16,7 @@ from attnscale.measure import ScoreStats
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (11, 40, 64, 96, 128, 256)
 LENGTHS = (1, 2, 7, 31, 64, 65, 127, 128, 129, 200, 257, 384, 511, 513, 700, 1025)
-LONG, LONG_SHARE = (4096, 5003, 8209), 0.02  # of the cases, much longer rows
+LONG, LONG_SHARE = (4096, 5003, 8209), 0.02  # lengths of very long rows, and their share of the cases
 RELATIVE = ("mean", "variance", "max", "entropy", "entropy_ratio", "top1", "jacobian_trace", "effective_keys")
 
 
@@ -32,12 +32,12 @@ class Case:
     head_dim: int
     dtype: torch.dtype
     is_causal: bool
-    loud: float
+    amplitude: float
     offset: float
 
     @classmethod
     def draw(cls, source: random.Random, kinds: list[tuple[torch.dtype, int]]) -> "Case":
-        """A random one of these dtypes and head dimensions."""
+        """Draw a case with one of these dtypes and head dimensions."""
         kv_heads, group = source.choice((1, 2, 3)), source.choice((1, 1, 2, 4))
         dtype, head_dim = source.choice(kinds)
         q_len = source.choice(LENGTHS)
@@ -52,22 +52,22 @@ class Case:
             head_dim=head_dim,
             dtype=dtype,
             is_causal=source.random() < 0.5,
-            loud=source.choice((0.3, 1.0, 1.0, 4.0)),
+            amplitude=source.choice((0.3, 1.0, 1.0, 4.0)),
             offset=source.choice((0.0, 0.0, 0.5, 2.0, 10.0)),
         )
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value on the GPU."""
+        """Return query, key and value on the GPU."""
         width = self.batch, self.kv_heads, self.kv_len, self.head_dim
         query = torch.randn(self.batch, self.heads, self.q_len, self.head_dim, device="cuda")
-        query = self.loud * (query + self.offset * torch.randn(self.head_dim, device="cuda"))
+        query = self.amplitude * (query + self.offset * torch.randn(self.head_dim, device="cuda"))
         key = torch.randn(width, device="cuda") + self.offset * torch.randn(self.head_dim, device="cuda")
         value = torch.randn(width, device="cuda")
         return query.to(self.dtype), key.to(self.dtype), value.to(self.dtype)
 
 
 def expected(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output and statistics from the full matrix in float64."""
+    """Return output and statistics from the full matrix in float64."""
     group = query.shape[1] // key.shape[1]
     query, key, value = (
         x.double() for x in (query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1))
@@ -121,7 +121,7 @@ Worst = dict[tuple[str, str, str], tuple[float, Case]]
 
 
 def look(kinds: list[tuple[torch.dtype, int]], cases: int, seed: int) -> Worst:
-    """The worst error of each statistic by dtype, over random cases of these dtypes and head dimensions."""
+    """Return the worst error of each statistic by dtype, over random cases of these dtypes and head dimensions."""
     source = random.Random(seed)
     torch.manual_seed(seed)
     worst: Worst = {}
@@ -140,14 +140,14 @@ def look(kinds: list[tuple[torch.dtype, int]], cases: int, seed: int) -> Worst:
 
 
 def keep(worst: Worst, found: Worst) -> None:
-    """The larger of both; what is no number is larger than any."""
+    """Add larger errors to `worst`; NaN counts as larger than any number."""
     for place, (error, case) in found.items():
         if not error <= worst.get(place, (-1.0, case))[0]:
             worst[place] = error, case
 
 
 def main() -> None:
-    """Draw, compare, print the worst of each statistic by dtype; workers share out what has to be compiled."""
+    """Print the worst error of each statistic by dtype; kernels compile in several workers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

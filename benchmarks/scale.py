@@ -1,7 +1,7 @@
-"""Time a sampled step on several ranks beyond the step itself: `python benchmarks/scale.py --ranks 2 8`
+"""Time the exchange of a sampled step between ranks: `python benchmarks/scale.py --ranks 2 8`
 
-Processes of this machine exchange what each measured, as Monitor does: through the store that the first of them hosts.
-Also printed: the bytes of a message and of a logged record, and how long writing and reading a record takes.
+Processes on this machine exchange their measurements as Monitor does, through the store that the first process hosts.
+Also print the bytes of a message and of a logged record, and the time to write and to read a record.
 """
 
 import argparse
@@ -29,7 +29,7 @@ REPEATS = 10
 
 
 def tallies(layers: int, heads: int) -> Tallies:
-    """Return what one rank measured, every layer like the others."""
+    """Return the tallies of one rank, equal for all layers."""
     query, key = torch.randn(1, heads, 64, 16), torch.randn(1, heads, 64, 16)
     ones = torch.ones(heads, dtype=torch.float64)
     layer = Layer(

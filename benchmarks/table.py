@@ -1,6 +1,6 @@
 """Print the table of costs in docs/speed.md from the recorded results: `python benchmarks/table.py`.
 
-With a file, as `attnscale bench --kind ragged --out FILE` writes it, its tables of dense and of ragged batches.
+With the path of a file from `attnscale bench --out FILE`, print its tables of dense and ragged batches.
 """
 
 import json
@@ -16,10 +16,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def markdown_table(costs: Sequence[dict[str, Any]]) -> str:
-    """Return a line for each case: what statistics, all of them read, cost over plain SDPA.
+    """Return a table with the cost of statistics, all of them read, relative to plain SDPA, for each case.
 
-    Where a CUDA graph was timed too, its ratio, the device's own, stands first; behind it that of calls from Python,
-    and how long the host takes for one.
+    If a CUDA graph was timed too, its ratio, without host time, comes first. The ratio of calls from Python follows,
+    with the host time of one call.
     """
     columns = {
         "exact, read": "attnscale, every row",
@@ -30,7 +30,7 @@ def markdown_table(costs: Sequence[dict[str, Any]]) -> str:
 
 
 def ragged_table(costs: Sequence[dict[str, Any]]) -> str:
-    """Return the table of ragged batches, over plain SDPA of a batch with as many tokens."""
+    """Return the table of ragged batches, relative to plain SDPA on a batch with as many tokens."""
     columns = {
         "packed, no statistics": "attnscale, packed",
         "exact, read": "attnscale, packed, every row",

@@ -1,6 +1,6 @@
-"""Time the price of watching: a watched forward of a 6-layer BERT over the plain one: `python benchmarks/watching.py`.
+"""Time a watched forward of a 6-layer BERT relative to a plain one: `python benchmarks/watching.py`.
 
-Both are timed in turns, and the ratios of neighbours are what is reported. Fails where a median is above its limit.
+Both are timed alternately. Print the median ratio of successive runs, and fail if it is above its limit.
 """
 
 import argparse
@@ -18,14 +18,14 @@ LIMITS = {768: 1.35, 384: 1.6}  # of BERT base's width and of MiniLM's
 
 
 def seconds(run) -> float:
-    """Wall-clock time of one call."""
+    """Return the wall-clock time of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def ratios(model, batch, rounds: int) -> tuple[list[float], float]:
-    """Watched over plain, one ratio a round, and the median plain time; the first round warms up and is left out."""
+    """Return the ratio watched / plain of each round, and the median plain time; the first round is a warm-up."""
 
     def plain():
         model(**batch)
@@ -36,7 +36,7 @@ def ratios(model, batch, rounds: int) -> tuple[list[float], float]:
 
     found, base = [], []
     for turn in range(rounds + 1):
-        # each goes first in every second round, so that whoever goes first gains nothing
+        # the order alternates, so that it does not affect the median
         times = {run: seconds(run) for run in ((plain, watched) if turn % 2 else (watched, plain))}
         found.append(times[watched] / times[plain])
         base.append(times[plain])

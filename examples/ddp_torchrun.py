@@ -1,4 +1,4 @@
-"""Two processes train one model with DDP; each watches its own rows, and rank 0 has the numbers of the whole batch.
+"""Train one model with DDP in two processes; each measures its own rows, and rank 0 records the whole batch.
 
 torchrun --nproc-per-node 2 examples/ddp_torchrun.py
 """
@@ -19,7 +19,7 @@ LENGTH, BATCH, STEPS = 65, 8, 12
 
 
 def main() -> None:
-    """Train for a few steps, then show what the ranks recorded together."""
+    """Train for a few steps, then print the merged records."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -27,7 +27,7 @@ def main() -> None:
     model = DistributedDataParallel(CausalTransformer(VOCABULARY, d_model=64, layers=2, heads=2))
     optimiser = torch.optim.Adam(model.parameters(), 3e-3)
     records: list[Record] = []
-    monitor = attnscale.Monitor(model, every=4, rows=None, sinks=[records.append])  # the same line on every rank
+    monitor = attnscale.Monitor(model, every=4, rows=None, sinks=[records.append])  # create it on every rank
 
     rows = encode(default_text())[: BATCH * STEPS * LENGTH].view(STEPS, BATCH, LENGTH)
     for step in range(STEPS):
@@ -40,7 +40,7 @@ def main() -> None:
     monitor.close()
 
     if rank > 0:
-        assert not records  # they are with rank 0
+        assert not records  # rank 0 has the records
     else:
         print(f"{ranks} ranks trained; rank 0 wrote {len(records)} records")
         for record in records:

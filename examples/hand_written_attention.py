@@ -1,4 +1,4 @@
-"""A hand-written attention with a bug that raises no error: found by audit, mended, and both trained on one task.
+"""Find a bug that raises no error in a hand-written attention, fix it, and train both versions on one task.
 
 The task is recall. A row shows sixteen pairs of a key and a value, then one of the keys; the answer is its value.
 
@@ -17,23 +17,23 @@ WIDTH, KEYS, PAIRS, STEPS = 256, 64, 16, 120
 
 
 class Attention(nn.Module):
-    """One head of cross-attention, as one writes it by hand."""
+    """One head of hand-written cross-attention."""
 
     def __init__(self, width: int, scaled: bool) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         for projection in (self.query, self.key, self.value):
             nn.init.xavier_uniform_(projection.weight)
-        self.scale = width**-0.5 if scaled else 1.0  # the bug: somebody forgot 1/√d_k
+        self.scale = width**-0.5 if scaled else 1.0  # the bug: without 1/√d_k
 
     def forward(self, asked: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Look up what was asked, (batch, 1, width), among the keys, (batch, pairs, width)."""
+        """Look up the key `asked`, (batch, 1, width), among the keys, (batch, pairs, width)."""
         scores = self.query(asked) @ self.key(keys).mT * self.scale
         return scores.softmax(dim=-1) @ self.value(values)
 
 
 class Recall(nn.Module):
-    """Embeddings, the attention, and a guess which value belongs to the key asked for."""
+    """A model of embeddings and attention that predicts the value of the key `asked`."""
 
     def __init__(self, scaled: bool) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class Recall(nn.Module):
         self.guess = nn.Linear(WIDTH, KEYS)
 
     def forward(self, keys: Tensor, values: Tensor, asked: Tensor) -> Tensor:
-        """Logits over values, (batch, KEYS)."""
+        """Return logits over values, (batch, KEYS)."""
         return self.guess(self.attention(self.keys(asked)[:, None], self.keys(keys), self.values(values))[:, 0])
 
 
 def batch(rows: int = 64) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Pairs, the key asked for, and the value that belongs to it."""
+    """Draw pairs of keys and values, one of the keys, and its value as the target."""
     keys = torch.rand(rows, KEYS).argsort(dim=1)[:, :PAIRS]
     values = torch.randint(0, KEYS, (rows, PAIRS))
     place = torch.randint(0, PAIRS, (rows, 1))
@@ -68,8 +68,8 @@ def train(model: nn.Module) -> float:
 
 
 def main() -> None:
-    """Audit the model with the bug, mend it, audit it again, and train both."""
-    torch.set_flush_denormal(True)  # gradients behind a saturated softmax are so small that a CPU takes long for them
+    """Audit the model with the bug and the fixed model, and train both."""
+    torch.set_flush_denormal(True)  # gradients of a saturated softmax are denormal numbers, which are slow on a CPU
     torch.manual_seed(0)
     inputs, _ = batch()
     for title, scaled in (("as it was written", False), ("mended", True)):

@@ -1,6 +1,6 @@
-"""A Hugging Face fine-tune with ScoreCallback: at a rate that suits the model, and at one whose explosion hurts.
+"""Fine-tune a Hugging Face model with ScoreCallback, at a suitable rate and at one at which the scores explode.
 
-The model is made here from a configuration and saved, so nothing is fetched; in your run it is the folder you have.
+The model is created from a configuration and saved, so nothing is fetched; in your run, use your own folder.
 
     python examples/hugging_face_fine_tune.py
 """
@@ -21,7 +21,7 @@ LENGTH, STEPS = 64, 80
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Save a small Llama over bytes, at its initialisation."""
+    """Save a small, newly initialised Llama whose tokens are bytes."""
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None,
@@ -49,7 +49,7 @@ def fine_tune(checkpoint: Path, folder: Path, learning_rate: float) -> float:
 
 
 def main() -> None:
-    """Fine-tune twice, and show what the callback recorded."""
+    """Fine-tune twice, and print the recorded scores and alarms."""
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("attnscale").setLevel(logging.ERROR)  # the alarms are printed from the log below
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""A Lightning run with LightningScoreCallback: by how much the largest score of each layer grew, and which factor did.
+"""Train with LightningScoreCallback; show how much the largest score of each layer grew, and by which factor.
 
 python examples/lightning_run.py
 """
@@ -18,7 +18,7 @@ LENGTH, STEPS = 65, 60
 
 
 class Language(LightningModule):
-    """Any LightningModule: the callback finds the attention in it."""
+    """A LightningModule; the callback finds the attention in any module."""
 
     def __init__(self, learning_rate: float) -> None:
         super().__init__()
@@ -26,18 +26,18 @@ class Language(LightningModule):
         self.model = CausalTransformer(VOCABULARY, d_model=64, layers=2, heads=2)
 
     def training_step(self, tokens: Tensor, index: int) -> Tensor:
-        """Cross-entropy of the next byte."""
+        """Return the cross-entropy of the next byte."""
         loss = F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam at a constant rate."""
+        """Return Adam with a constant rate."""
         return torch.optim.Adam(self.parameters(), self.learning_rate)
 
 
 def main() -> None:
-    """Train at ten times a rate that suits the model, and show how its scores grew."""
+    """Train at ten times a suitable rate, and print the growth of the scores."""
     torch.manual_seed(0)
     rows = encode(default_text())[: 8 * STEPS * LENGTH].view(-1, LENGTH)
     records: list[Record] = []

@@ -1,6 +1,6 @@
 """Try scales on a checkpoint: see what another scale would do to this model, then apply it.
 
-The checkpoint, of a model whose scale was forgotten, is made and saved here; in your run it is the file you have.
+The checkpoint, of a model without a scale, is created and saved here; in your run, use your own file.
 
     python examples/what_if_checkpoint.py
 """
@@ -21,7 +21,7 @@ LAYER = "blocks.0.attention"
 
 
 def forgetful() -> CausalTransformer:
-    """Return a transformer of which the scores are q·k: the multiplier is one."""
+    """Return a transformer whose scores are q·k, with a multiplier of one."""
     return CausalTransformer(VOCABULARY, d_model=128, layers=2, heads=2, scale=1.0)
 
 

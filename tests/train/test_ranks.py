@@ -87,7 +87,9 @@ def test_a_rank_that_stops_answering_is_left_out_and_told_of(tmp_path, world, ho
     records = read_log(tmp_path / "scores.jsonl").records
     assert [(record.step, record.ranks) for record in records] == [(0, world), (1, world - 1), (2, world - 1)]
     (sentence,) = told[0]
-    assert "Rank 1 did not answer rank 0 at step 1 within 2.5 s; it answered last at step 0. Only what" in sentence
+    assert (
+        "Rank 1 did not answer rank 0 at step 1 within 2.5 s; it answered last at step 0. Only measurements" in sentence
+    )
     assert not any(told[rank] for rank in told if rank)
     assert not list(tmp_path.glob("*.rank*"))
 
@@ -129,9 +131,7 @@ def found(made_once):
 def test_ranks_at_different_steps_are_not_merged_and_told_of_once(found, case, ranks):
     records, told = found[0][case]
     assert records == [[step, number] for step, number in enumerate(ranks)]
-    mismatches = [
-        sentence for sentence in told if "only what ranks measured at the same step is merged" in sentence.lower()
-    ]
+    mismatches = [sentence for sentence in told if "only measurements of the same step are merged" in sentence.lower()]
     assert len(mismatches) == (case != "sees_nothing")
 
 

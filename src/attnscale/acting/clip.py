@@ -251,7 +251,7 @@ class Clipper:
         return largest, aims
 
     def observe(self, numbers: Tensor, factors: Floats) -> None:
-        """Note on the host which scores were clipped by which factors; all ranks call it at the same step."""
+        """Record the scores and factors of a clip on the host; all ranks call it at the same step."""
         if self._check is not None:
             self._check.is_armed |= bool((factors < 1.0).any())
         products, _ = self._products(numbers)
@@ -281,7 +281,7 @@ class Clipper:
 
     def report(self, numbers: Tensor, factors: Floats, sampled: Collection[str] = ()) -> ClipReport:
         """Return the report, from numbers on the host."""
-        clipped, left, of_heads = [], [], numbers.T.tolist()
+        clipped, skipped, of_heads = [], [], numbers.T.tolist()
         for number, touched in self.rows.touched(factors).items():
             (layer, head), (maximum, *more) = self.rows.heads[number], of_heads[number]
             how = "sampled" if layer in sampled else "exact"
@@ -289,13 +289,13 @@ class Clipper:
             clipped.append(ClippedHead(layer, head, maximum, bound, how, factor, touched))
         for number, (layer, head) in enumerate(self.rows.heads):
             if of_heads[number][MAXIMUM] > self.threshold and factors[number] == 1.0:
-                left.append(SkippedHead(layer, head, self._why_left(number, *of_heads[number])))
-        report = ClipReport(self.threshold, tuple(clipped), tuple(left))
+                skipped.append(SkippedHead(layer, head, self._skip_reason(number, *of_heads[number])))
+        report = ClipReport(self.threshold, tuple(clipped), tuple(skipped))
         self._state.note(report.factors)
         self._log(report)
         return report
 
-    def _why_left(
+    def _skip_reason(
         self, number: int, largest: float, bound: float = 0.0, added: float = 0.0, sink: float = -math.inf
     ) -> str:
         (aim, cap), added = self._aims_and_caps["cpu"][:, number].tolist(), max(added, 0.0)

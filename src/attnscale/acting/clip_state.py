@@ -187,7 +187,7 @@ class WriteCheck:
         dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
         self._rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         self._tries = 0
-        # On a GPU it would wait for the factors of every step, so it waits for those after a reported clip.
+        # A check waits for the factors of its step, so on a GPU it is made only after a reported clip.
         self.is_armed = device_of(model).type == "cpu"
         self.has_sample = False  # equal on all ranks, also on one that has none of the clipped rows
         self._clipped: list[tuple[ScaledParameter, Tensor, Tensor, Tensor]] = []  # rows, their values, their factors
@@ -210,7 +210,7 @@ class WriteCheck:
         self.has_sample, self._clipped, self._others = False, [], []
 
     def was_undone(self, scaler: HeadScaler) -> bool:
-        """Return True if the stored elements are what they were before the clip; every rank must call it."""
+        """Return True if the stored elements have their values from before the clip; every rank must call it."""
         votes = scaler.replicas.reduced_(torch.tensor(self._votes(), device=scaler.device), "max").tolist()
         self.forget()
         self._tries = self.MOST_TRIES if any(votes) else self._tries + 1

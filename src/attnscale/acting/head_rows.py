@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from attnscale.acting.parameters import Frozen, held_as, why_not_written
+from attnscale.acting.parameters import Frozen, part_with_shape, why_not_written
 from attnscale.acting.replicas import LayerHeads
 from attnscale.plain import printable
 from attnscale.tracing.parameters import Origin, Source, UntraceableError
@@ -186,7 +186,7 @@ class HeadRows:
 
     def _block(self, source: Source, side: str) -> Block:
         parameter = self._parameters.get(source.parameter)
-        if parameter is None or held_as(parameter, source.shape) is None:
+        if parameter is None or part_with_shape(parameter, source.shape) is None:
             raise UntraceableError(f"{source.parameter} is not the parameter that was watched: sharded by tensor?")
         reason = None if side == "value" else why_not_written(source.parameter, parameter, self._frozen)
         if reason is not None:

@@ -71,7 +71,7 @@ def why_not_written(name: str, parameter: Tensor, frozen: Frozen) -> str | None:
     if not parameter.numel():
         return f"{name} is empty on this rank"
     if PARAMETRIZED[0] in name or name.endswith(PARAMETRIZED[1]):
-        return f"{name} is parametrised, so the weight made from it may not scale with it"
+        return f"{name} is parametrised, so the weight computed from it may not scale with it"
     if frozen == "keep" and not parameter.requires_grad:
         return f"{name} is frozen; pass frozen='write' to change it too"
     return None
@@ -85,7 +85,7 @@ def held_rows(
     The number is −1 for rows outside the watched part. The numbers have the shape of the local part, with size 1 along
     the axes `across`.
     """
-    found = held_as(parameter, shape)
+    found = part_with_shape(parameter, shape)
     if found is None:
         return None
     whole, begins = found
@@ -110,7 +110,7 @@ def _local(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local().detach(), tuple(start)  # type: ignore[attr-defined]
 
 
-def held_as(parameter: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]] | None:
+def part_with_shape(parameter: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]] | None:
     """Return the parameter or its local part, depending on which has the watched shape, and the offset of that shape.
 
     If heads are distributed and each part is sharded again (FSDP2 with tensor parallel), the last axis of torch's mesh

@@ -189,7 +189,7 @@ def _example(model: nn.Module) -> Any:
         device = next(model.parameters()).device
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     raise InputError(
-        f"Expected a batch to call {type(model).__name__} on, to see what scale it applies; "
+        f"Expected a batch to call {type(model).__name__} on, to measure the scale that it applies; "
         "call rescale_(model, rule, batch)."
     )
 

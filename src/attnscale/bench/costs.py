@@ -130,7 +130,7 @@ def _peak(step: Step, device: str) -> int | None:
 def clocks(step: Step, device: str) -> dict[str, Clock]:
     """Return the clocks of a step: calls, and a CUDA graph if the step is short and can be captured."""
     if device == "cpu":
-        return {CALLS: lambda: _wall(step)}
+        return {CALLS: lambda: _milliseconds_of(step)}
     _events(step, 1)  # warm up: the first call after other work is slower
     duration = _events(step, 1)
     found: dict[str, Clock] = {CALLS: lambda: _events(step, max(1, round(TIMED / duration))), HOST: lambda: _host(step)}
@@ -157,7 +157,7 @@ def _captured(step: Step, steps: int) -> torch.cuda.CUDAGraph | None:
     return graph
 
 
-def _wall(step: Step, times: int = 1) -> float:
+def _milliseconds_of(step: Step, times: int = 1) -> float:
     start = time.perf_counter()
     for _ in range(times):
         step()
@@ -169,7 +169,7 @@ def _host(step: Step) -> float:
     found = []
     for _ in range(5):
         torch.cuda.synchronize()
-        found.append(_wall(step, QUEUED))
+        found.append(_milliseconds_of(step, QUEUED))
     torch.cuda.synchronize()
     return min(found)
 

@@ -125,7 +125,7 @@ class Checked:
 
     @cached_property
     def focus(self) -> str | None:
-        """Layer for the what-if table: the requested layer, else the worst one, else that of the largest spread."""
+        """Layer for the what-if table: the requested one, else the worst, else the one with the largest spread."""
         if self.asked is not None:
             return self.asked
         finite = [line for line in self.lines if math.isfinite(line.spread) and math.isfinite(line.scale_applied)]

@@ -250,7 +250,7 @@ def gradients(scale: str) -> dict[str, Band]:
     return {name: found.band(name) for name in ("first_query", "backwards")}
 
 
-# Judgements that claims share: each computes, compares with what a claim expects, and shows the numbers
+# Judgements that claims share: each computes numbers, compares them with the claim, and shows them
 
 
 def ordered(what: str, values: Mapping[str, Band | float], form: str) -> Evidence:
@@ -268,7 +268,7 @@ def near_one(what: str, values: Mapping[str, Band | float]) -> Evidence:
 
 
 def published(found: Iterable[object], holds: bool) -> Evidence:
-    """Show what was found among published models."""
+    """Show the published models that were found."""
     return Evidence(holds, f"published: {', '.join(map(str, found)) or 'none here'}")
 
 

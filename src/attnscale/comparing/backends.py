@@ -70,7 +70,7 @@ def compare_backends(
         )
     ran: list[_Run] = []
     unavailable: dict[str, str] = {}
-    with _as_it_was(model):
+    with _in_evaluation_mode(model):
         for name in names:
             try:
                 # copy the inputs, because a cache in them grows in each run
@@ -92,7 +92,7 @@ def require_backends(backends: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode; on exit, restore the modes and the attention implementation of every configuration."""
     modes = {module: module.training for module in model.modules()}
     configs = {
@@ -179,7 +179,7 @@ def _row(backend: str, layer: Layer, visible: VisibleKeys | None, *changes: Any)
 
 def _output_message(change: float) -> str:
     size = "is NaN elsewhere" if math.isinf(change) else f"differs by {change:.1%} of its length"
-    return f"its output {size}, with the same scale, soft-cap, visible keys and sinks: check what follows the softmax"
+    return f"its output {size}, with the same scale, soft-cap, visible keys and sinks: check the code after the softmax"
 
 
 def _change(one: Tensor | None, other: Tensor | None, first: Layer, second: Layer) -> float:

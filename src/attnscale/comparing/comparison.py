@@ -97,19 +97,19 @@ class Comparison(Result):
     @cached_property
     def changed(self) -> tuple[HeadChange, ...]:
         """Heads with changes of their own weights, scale or mask, largest change first."""
-        return tuple(head for head in self._moved if not head.carried)
+        return tuple(head for head in self._changed_heads if not head.carried)
 
     @cached_property
     def carried(self) -> tuple[HeadChange, ...]:
         """Heads that changed only because their inputs changed, largest change first."""
-        return tuple(head for head in self._moved if head.carried)
+        return tuple(head for head in self._changed_heads if head.carried)
 
     @property
     def worse(self) -> list[str]:
         """Return sentences about new warnings and errors, and about heads that got significantly worse."""
         new = [str(finding) for finding in self.new if finding.severity != "note"]
         return new + [
-            printable(f"{head.place}: {'; '.join(map(str, head.worse))}.") for head in self._moved if head.worse
+            printable(f"{head.place}: {'; '.join(map(str, head.worse))}.") for head in self._changed_heads if head.worse
         ]
 
     @property
@@ -122,7 +122,7 @@ class Comparison(Result):
         """Verdict in one sentence."""
         if not self.is_compared:
             return "Nothing to compare: the two have no layer in common."
-        if not self._moved:
+        if not self._changed_heads:
             verdict = f"No head of {len(self.heads)} changed by more than its error"
         elif not self.changed:
             verdict = f"No head's own weights changed; the inputs of {counted(len(self.carried), 'head')} did"
@@ -137,7 +137,7 @@ class Comparison(Result):
         return f"{verdict}.{new}{gone}"
 
     @cached_property
-    def _moved(self) -> list[HeadChange]:
+    def _changed_heads(self) -> list[HeadChange]:
         return sorted((head for head in self.heads if head.changed or head.sees_others), key=lambda head: -head.size)
 
     def to_dict(self) -> dict[str, Any]:

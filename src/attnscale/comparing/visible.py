@@ -63,11 +63,11 @@ def differences(one: VisibleKeys, other: VisibleKeys, name: str) -> Iterator[str
     counted = torch.ones((), dtype=torch.bool)
     for padding in (one.padding, other.padding):
         counted = counted if padding is None else counted & ~padding[:, None, :, None]
-    yield from _one_way(one, other, counted, f"that {name} hides", "sees")
-    yield from _one_way(other, one, counted, f"that {name} shows", "hides")
+    yield from _extra_keys(one, other, counted, f"that {name} hides", "sees")
+    yield from _extra_keys(other, one, counted, f"that {name} shows", "hides")
 
 
-def _one_way(less: VisibleKeys, more: VisibleKeys, counted: Tensor, relative: str, verb: str) -> Iterator[str]:
+def _extra_keys(less: VisibleKeys, more: VisibleKeys, counted: Tensor, relative: str, verb: str) -> Iterator[str]:
     """Describe the keys that `more` shows and `less` hides: padding, later keys, a longer window, or others."""
     extra = more.shown & ~less.shown & counted
     padding = extra & ~(less.shown & counted).any(-2, keepdim=True)

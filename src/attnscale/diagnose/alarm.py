@@ -1,7 +1,7 @@
 """Raise alarms in a training run when the scores of a layer, or the loss, cross a published threshold.
 
 A layer has one alarm at a time; a second alarm follows only when the layer gets worse. A trained model is compared with
-its first sampled step: those numbers count as normal, and an alarm reports what became worse since.
+its first sampled step: its numbers count as normal, and an alarm reports numbers that became worse since.
 """
 
 import math
@@ -261,7 +261,7 @@ def _is_below(snapshot: LayerSnapshot, name: str, floor: float | None) -> bool:
 
 
 def _advice(snapshot: LayerSnapshot, grown: str) -> str:
-    """Return advice against the factor that grew; do not advise what is already in use."""
+    """Return advice against the factor that grew; do not advise a remedy that is already in use."""
     if snapshot.scale_error is not None:
         return f"The scale is wrong ({snapshot.scale_error.code}): correct it first, and start again."
     if snapshot.broken_heads:

@@ -204,7 +204,7 @@ def gradient_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     if sum(has_gradient.values()) == 1:
         reached, missed = sorted(has_gradient, key=lambda side: not has_gradient[side])
         message = f"A gradient reached the {reached} and not the {missed}, which are computed without one or frozen."
-        advice = f"Look for no_grad() or .data around what makes the {missed}. Frozen parameters are fine if intended."
+        advice = f"Look for no_grad() or .data in the code of the {missed}. Frozen parameters are fine if intended."
         yield layer_finding(layer, "no_gradient", message, advice, severity="note" if trained else "warning")
 
 

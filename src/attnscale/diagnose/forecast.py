@@ -28,10 +28,10 @@ LATEST = 8  # number of samples in the fit
 LEAST_SAMPLES = 4  # few, because some runs diverge early
 FARTHEST = 8  # longest forecast in samples; recorded runs follow their trend no longer
 DAMPING = 0.8
-STEPS_ADDED = 1 + 1 / (1 - DAMPING)  # samples of growth that a forecast adds at most; the one is for scatter
+STEPS_ADDED = 1 + 1 / (1 - DAMPING)  # limit for the growth that a forecast adds, in samples; the first 1 is for scatter
 LEAST_SCATTER = 0.03  # smallest scatter of a logarithm; no run stays smoother
 BELOW, ABOVE = 1.45, 1.5  # width of the interval in scatters; ABOVE is multiplied by √(samples ahead)
-SURE = 2.5  # growth in scatters; 90% of series without growth stay below (tests/diagnose/test_forecast.py)
+SIGNIFICANT = 2.5  # growth in scatters; 90% of series without growth stay below (tests/diagnose/test_forecast.py)
 FEW = 4.0  # the true scatter may exceed that of n samples by the factor 1 + FEW / n
 LARGEST_LOG = 700.0  # exp() of more overflows a float
 
@@ -68,7 +68,7 @@ class Growth:
     @property
     def is_growing(self) -> bool:
         """True if the growth of the latest samples exceeds their scatter."""
-        return self.rate * self.observed > SURE * self.scatter
+        return self.rate * self.observed > SIGNIFICANT * self.scatter
 
     def likely(self, steps: float) -> float:
         """Return the expected logarithm after this many steps."""

@@ -18,11 +18,11 @@ from attnscale.watching.layer import Layer
 TOLERANCE = 0.01  # relative; the multiplier is fitted to scores, with an error of 1e-3 in float32
 FOLDED_SPREAD = 3.0  # a larger spread means that no scale was folded into the weights
 HALF_TOLERANCE = 0.02  # relative; scores in half precision have three digits
-SLIP = 0.3  # share of the tolerance; stricter, so that a custom scale rarely matches one of many mistakes
+MISTAKE_SHARE = 0.3  # share of the tolerance; stricter, so that a custom scale rarely matches one of many mistakes
 NO_RULE_GIVES = ("√d_k (multiplied where it should divide)", "1/√heads")  # always mistakes
 STRETCHES = (2, 3, 4, 5, 6, 8, 10, 16, 20, 32, 40, 64, 128)  # usual factors of YaRN; DeepSeek uses 40
 # YaRN's factor for s = 64 differs from 2 by 0.3%, so a published rule needs a stricter tolerance than a scale.
-CLOSER = 0.1
+RULE_SHARE = 0.1
 UNIT_LENGTH = 1.1  # largest ‖q‖·‖k‖ of normalised vectors, with rounding
 # Codes of findings about a wrong multiplier.
 WRONG_SCALE = (
@@ -99,7 +99,7 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Finding | None:
     if is_chosen(layer, scale):
         return None
     is_declared = _is_declared(layer, scale)
-    ignored = None if is_declared or not _says_another(layer) else _ignored(layer, scale)
+    ignored = None if is_declared or not _declares_another(layer) else _ignored(layer, scale)
     if _is_usual(layer, scale) or is_cosine(layer):
         return ignored
     if trained and layer.reading.learned_factor:
@@ -110,8 +110,8 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Finding | None:
         return None if excused else specific
     if ignored is not None:
         return ignored
-    is_published = any(_is_close(layer, scale, rule, CLOSER) for rule in _published(layer))
-    slip = next((words for words, value in _slips(layer) if _is_close(layer, scale, value, SLIP)), "")
+    is_published = any(_is_close(layer, scale, rule, RULE_SHARE) for rule in _published(layer))
+    slip = next((words for words, value in _slips(layer) if _is_close(layer, scale, value, MISTAKE_SHARE)), "")
     if is_published and (is_declared or slip not in NO_RULE_GIVES):
         return None  # a rule may give the same number as a mistake, such as 1/√(d_k/2)
     is_learned = layer.reading.learned_factor or layer.reading.learned_terms  # a distance has two terms
@@ -169,7 +169,7 @@ def _is_usual(layer: Layer, scale: float) -> bool:
     return bool(layer.head_dim**-0.5 <= scale <= rank**-0.5 * (1 + _tolerance(layer)))
 
 
-def _says_another(layer: Layer) -> bool:
+def _declares_another(layer: Layer) -> bool:
     """Return True if the model clearly declares a multiplier other than 1/√d_k."""
     declared = layer.declared
     if declared.scale is None or declared.scale_authority < Authority.NAMED:
@@ -268,7 +268,7 @@ def _ignored(layer: Layer, scale: float) -> Finding:
     if is_cosine(layer) and declared.scale_authority is not Authority.CONFIGURED:
         wanted = max(wanted, 1 / wanted)  # a temperature of 0.1 and a multiplier of 10 mean the same
     message = f"The scores are multiplied by {scale:.4g}, and {declared.scale_source} sets {wanted:.4g}."
-    advice = f"Pass the scale to what computes the attention (scale={wanted:.4g}), or correct {declared.scale_source}."
+    advice = f"Pass the scale to the attention function (scale={wanted:.4g}), or correct {declared.scale_source}."
     return layer_finding(layer, "config_mismatch", message, advice, (scale, wanted))
 
 

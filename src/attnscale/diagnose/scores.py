@@ -42,11 +42,11 @@ EXPLODING = (
     (1e2, "note", "QK-Clip would act from 100 on (Kimi K2)"),
 )
 SHIFTED = "the rest is a shift of the whole row, which softmax ignores"
-WIDEN_THEM = "Compute such scores in float32, or subtract the mean of the keys, which leaves the weights as they are."
-BOUND_THEM = "Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100)."
-CLIP_THEM = "Clip the projections (clip_qk_, at 100) before you train on, and lower the learning rate."
+USE_FLOAT32 = "Compute such scores in float32, or subtract the mean of the keys, which leaves the weights as they are."
+BOUND_SCORES = "Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100)."
+CLIP_PROJECTIONS = "Clip the projections (clip_qk_, at 100) before you train on, and lower the learning rate."
 PUBLISHED_COSINE = 20.0  # cosine attention starts at 10 (Swin v2) or log₂(n² − n), and learns from there
-NO_CHOICE = 1.05  # bound on the scores below which no key can get more than about e² times the weight of another
+UNIFORM_BOUND = 1.05  # bound on the scores below which no key can get more than about e² times the weight of another
 SAME_ONE = 0.02
 
 
@@ -135,7 +135,7 @@ def _exploding(layer: Layer, trained: bool) -> Iterator[Finding]:
     if by_itself is None:
         return
     _, severity, published = reached or (0.0, "note", SHIFTED)
-    advice = WIDEN_THEM if reached is None else CLIP_THEM if trained else BOUND_THEM
+    advice = USE_FLOAT32 if reached is None else CLIP_PROJECTIONS if trained else BOUND_SCORES
     of_row = "" if reached == by_itself else f", and {readable(above_mean, 4)} above the mean of its row"
     bound = readable(float(stats.max_bound.max()), 4)
     bracket = "" if stats.exact else f" among the rows measured (at most {bound} in all)"
@@ -197,7 +197,7 @@ def _advice(layer: Layer, why: Cause) -> str:
 
 def _diluted(layer: Layer, heads: list[Verdict], trained: bool) -> Iterator[Finding]:
     bound = abs(layer.scale_applied) * _lengths(layer)
-    is_bounded = layer.wiring.normalised and 0 < bound <= NO_CHOICE and not layer.reading.learned_factor
+    is_bounded = layer.wiring.normalised and 0 < bound <= UNIFORM_BOUND and not layer.reading.learned_factor
     if layer.reading.unread or is_chosen(layer, layer.scale_applied):
         return
     if trained and layer.wiring.normalised and not is_bounded:  # learned gains spread the scores, too

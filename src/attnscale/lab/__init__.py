@@ -1,1 +1,1 @@
-"""Experiments: grids of seeded cells that run anywhere, resume, and say what is true from their numbers."""
+"""Experiments: grids of seeded cells that run on any executor, can be resumed, and end in a conclusion."""

@@ -33,7 +33,7 @@ SCALES = {"scaled by 1/√d_k": "inverse_sqrt", "unscaled": "unscaled"}
 TASK = Recall(pairs=4, rounds=4, keys=8, values=8)
 HEAD_DIM, STEPS, RATE = 128, 160, 0.003
 EVERY = 10  # steps between two records
-SEQUENCES = 64  # whose loss gives the gradient on the queries before the first step
+SEQUENCES = 64  # held-out sequences that give the gradient on the queries before the first step
 LEARNED = 0.1  # nats: nine answers of ten are right
 DIFFERENT = 0.1  # nats between two losses that count as different
 
@@ -134,7 +134,7 @@ def _next_of(runs: dict[str, Iterator[Step]]) -> dict[str, Step]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # the alarms of the unscaled model are expected
     try:
-        with one_thread():  # between two steps torch has its threads back
+        with one_thread():  # restored between steps
             return {name: step for name, run in runs.items() if (step := next(run, None)) is not None}
     finally:
         logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""Executors for sweeps: a pool of processes here, or one that the user's own code makes."""
+"""Executors for sweeps: a local pool of processes, or an executor from the user's own code."""
 
 import importlib
 import multiprocessing
@@ -18,7 +18,7 @@ from attnscale.errors import SettingError
 
 @contextmanager
 def executor_for(name: str, jobs: int | None) -> Iterator[Any]:
-    """Open `pool`, with `jobs` processes, or what `package.module:callable` returns."""
+    """Open the executor `pool`, with `jobs` processes, or the one that `package.module:callable` returns."""
     made = _pool(jobs or os.cpu_count() or 1) if name == "pool" else _made(name)
     with made if hasattr(made, "__exit__") else nullcontext(made) as executor:
         yield executor
@@ -49,15 +49,15 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload(["attnscale.lab.sweep"])
-    lifeline, held_here = context.Pipe(duplex=False)
+    lifeline, parent_end = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(jobs, context, _start_worker, (lifeline,))
     try:
         yield executor
         executor.shutdown()
     finally:
-        # after an exception: first forget what waits, or the executor's thread fails when its workers end
+        # after an exception: cancel pending tasks, or the executor's thread fails when its workers end
         executor.shutdown(wait=False, cancel_futures=True)
-        held_here.close()
+        parent_end.close()
 
 
 def _start_worker(lifeline: Connection) -> None:

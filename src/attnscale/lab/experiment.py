@@ -15,9 +15,9 @@ from attnscale.plain import plain
 if TYPE_CHECKING:
     from attnscale.lab.outcomes import Outcomes
 
-Setting = str | float | int | bool | None  # also what a table has in its fields
+Setting = str | float | int | bool | None  # also the type of a cell in a table
 Settings = Mapping[str, Setting]
-Outcome = dict[str, Any]  # plain values, as JSON has them
+Outcome = dict[str, Any]  # plain values for JSON
 
 
 def product(**axes: Setting | Iterable[Setting]) -> list[Settings]:
@@ -53,7 +53,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves over one pair of axes; `notice` says in one line what to look at."""
+    """Curves over one pair of axes; `notice` names the main feature in one line."""
 
     title: str
     x_label: str
@@ -143,10 +143,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Experiment:
-    """`grid(quick)` lists the settings, `run(**settings, seed=…)` computes one cell, `conclude` reads all of them.
+    """A question. `grid(quick)` lists settings, `run(**settings, seed=…)` computes a cell, `conclude` takes all cells.
 
     A cell draws all its random numbers from its seed, on one thread, so it gives the same result wherever it runs.
-    `version` must rise whenever run() computes something else, so that stored cells of an older version are not used.
+    Increase `version` when run() changes its computation, so that stored cells of an older version are not used.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Experiment:
     conclude: "Callable[[Outcomes], Conclusion]"
     seeds: int = 8
     quick_seeds: int = 4
-    trains: bool = False  # models, which may be on a GPU, and of which a quick run has too few and too small ones
+    trains: bool = False  # trains models: may use a GPU, and a quick run decides nothing
     version: int = 1
     core_minutes: float = 0.0  # of all cells together, as recorded in docs/results
 

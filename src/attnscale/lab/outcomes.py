@@ -1,4 +1,4 @@
-"""The outcomes of an experiment's cells: means over seeds with their intervals, comparisons, and how to say them."""
+"""Outcomes of an experiment's cells: means over seeds with their intervals, comparisons, and sentences about them."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ LEVEL = 0.95
 # in three complete runs would report a false failure.
 CHANCE = 0.01
 NEGLIGIBLE = 0.1  # nats
-SMALLEST_SHARE = 1e-6  # that is written in digits
+SMALLEST_SHARE = 1e-6  # a smaller one is shown as `less than`
 WORSE, BETTER, ALIKE, UNDECIDED = "worse", "better", "no difference", "undecided"
 
 
@@ -48,11 +48,11 @@ class Band:
         return self.low <= value <= self.high
 
     def is_below(self, limit: float) -> bool | None:
-        """Return None if the interval contains the limit, or is not known."""
+        """Return True or False if the whole interval is below or above the limit, otherwise None."""
         return True if self.high < limit else False if self.low > limit else None
 
     def __format__(self, form: str) -> str:
-        """Format the mean as asked, followed by the margin."""
+        """Format the mean by `form`, followed by the margin."""
         form = form or ".3g"
         if math.isinf(self.margin):
             return f"{self.mean:{form}} (one seed)"
@@ -60,7 +60,7 @@ class Band:
 
 
 def band(values: Iterable[float], points: int = 1) -> Band:
-    """Return the mean and its interval; with `points`, 95% of the time all of that many intervals are right.
+    """Return the mean and its interval; with `points`, 95% is the chance that all of so many intervals are right.
 
     >>> f"{band([1.0, 2.0, 3.0]):.1f}"
     '2.0 ± 2.5'
@@ -106,7 +106,7 @@ class Outcomes:
         return {values: self.where(**dict(zip(settings, values, strict=True))) for values in combinations}
 
     def at_best_rates(self, *settings: str) -> "Outcomes":
-        """Return the runs of each combination of these settings at the rate with its lowest mean loss."""
+        """Return the runs at the best rate, by mean loss, of each combination of these settings."""
         cells: list[tuple[Settings, Outcome]] = []
         for own in self.groups(*settings).values():
             losses = {rate: own.band("final", rate=rate).mean for rate in own.values("rate")}
@@ -118,7 +118,7 @@ class Outcomes:
         return [float(found[measure]) for _, found in self.where(**settings)]
 
     def count(self, measure: str) -> int:
-        """Return in how many cells a measure is true."""
+        """Return the number of cells in which a measure is true."""
         return sum(bool(found[measure]) for _, found in self)
 
     def band(self, measure: str, *, points: int = 1, **settings: Setting) -> Band:
@@ -126,7 +126,7 @@ class Outcomes:
         return band(self.samples(measure, **settings), points)
 
     def difference(self, measure: str, one: Settings, other: Settings, *, points: int = 1, **settings: Setting) -> Band:
-        """Return how much larger a number is under `one` than under `other`, paired by seed."""
+        """Return the number under `one` minus the number under `other`, paired by seed."""
         first, second = (
             {own["seed"]: float(found[measure]) for own, found in self.where(**settings, **side)}
             for side in (one, other)
@@ -134,7 +134,7 @@ class Outcomes:
         return band((first[seed] - second[seed] for seed in first if seed in second), points)
 
     def exponent(self, measure: str, along: str) -> Band:
-        """Return the power of a setting that a number follows, fitted seed by seed; nan if one is not finite."""
+        """Return the exponent in `number ∝ setting^exponent`, fitted for each seed; NaN if a number is not finite."""
         powers = []
         for own in self.groups("seed").values():
             x, y = np.log(own.values(along)), np.log(own.samples(measure))
@@ -163,7 +163,7 @@ class Outcomes:
     def table(self, title: str, settings: Mapping[str, str], measures: Mapping[str, str]) -> Table:
         """Return the means of measures, a row for each combination of settings; both map names to headings.
 
-        After a heading that ends in ±, a second column has the margin. What is true or false is counted.
+        After a heading that ends in ±, a second column has the margin. Booleans are counted.
         """
         rows = []
         for combination, own in self.groups(*settings).items():
@@ -194,7 +194,7 @@ class Outcomes:
         if seeds < 2:
             return Check(statement, None, "one seed has no interval; run two or more")
         outside = [value for value, found in bands.items() if not found.contains(expected[value])]
-        is_share = all(expected.values())  # no difference is a share of zero
+        is_share = all(expected.values())  # a difference from zero has no relative size
         units = {value: abs(own) if is_share else 1.0 for value, own in expected.items()}
         form = ".2%" if is_share else ".2g"
         off = max(abs(found.mean - expected[value]) / units[value] for value, found in bands.items())
@@ -208,7 +208,7 @@ class Outcomes:
 
 
 def column(values: Iterable[float]) -> tuple[float | None, ...]:
-    """Return numbers for a curve or a table, with None for those that are not finite, which JSON cannot write."""
+    """Return numbers for a curve or a table, with None for NaN and infinity, which JSON cannot write."""
     return tuple(finite(float(value)) for value in values)
 
 
@@ -224,7 +224,7 @@ def banded(name: str, x: Sequence[float], bands: Sequence[Band]) -> Curve:
 
 
 def verdict(difference: Band) -> str:
-    """Return whether a loss is worse, better, not different or undecided, from its difference to another.
+    """Return a verdict on a loss from its difference to another: worse, better, no difference or undecided.
 
     >>> [verdict(Band(mean, 0.03, 8)) for mean in (0.2, -0.2, 0.02, 0.09)]
     ['worse', 'better', 'no difference', 'worse']
@@ -272,7 +272,7 @@ def tally(checks: Sequence[Check]) -> str:
 
 
 def ranging(values: Iterable[float], digits: int = 3) -> str:
-    """Write the range of some numbers.
+    """Return the range of numbers as text.
 
     >>> ranging([1.001, 1.002]), ranging([2.0, 0.5])
     ('1', '0.5 to 2')
@@ -283,7 +283,7 @@ def ranging(values: Iterable[float], digits: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share with one decimal, or with one digit if that would show zero.
+    """Return a percentage with one decimal, or with one digit if one decimal would show zero.
 
     >>> percent(0.614), percent(0.0002374), percent(2e-7)
     ('61.4%', '0.02%', 'less than 0.0001%')
@@ -294,7 +294,7 @@ def percent(share: float) -> str:
 
 
 def diverged_sentence(outcomes: Outcomes) -> str:
-    """Say how many runs diverged."""
+    """Return a sentence with the number of diverged runs."""
     return f"{outcomes.count('diverged') or 'None'} of {len(outcomes)} runs diverged."
 
 

@@ -22,12 +22,12 @@ from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.lab.outcomes import Outcomes, tally
 from attnscale.lab.training import one_thread
 
-MOST_BYTES = 2**27  # of a cell's file: a thousand times the largest
-POLL = 0.02  # seconds between two looks at the tasks that run
+MOST_BYTES = 2**27  # limit for the file of a cell: a thousand times the largest one
+POLL = 0.02  # seconds between two checks of the running tasks
 ONE_SEED = "One seed has no interval, so it decides nothing; the tables show its numbers. Run two seeds or more."
 QUICK = "A quick run trains too few and too small models to decide anything. The tables show its numbers."
 INTERVALS = "95% interval of the mean over seeds, by Student's t"
-Progress = Callable[[int, int], None]  # cells done, cells in all
+Progress = Callable[[int, int], None]  # finished cells, all cells
 
 
 class SweepError(AttnscaleError):
@@ -53,11 +53,11 @@ def sweep(
     tasks: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Result:
-    """Run the cells that are not in the folder yet, and conclude from all of them.
+    """Run the cells that are not in the folder yet, and draw the conclusion from all cells.
 
-    The executor is one of concurrent.futures, or any object whose submit() returns what has done(), result() and
-    cancel(), such as submitit's executors and a Dask client. Each cell is one task of it, unless the number of `tasks`
-    to share them out to is given.
+    The executor is one of concurrent.futures, or any object whose submit() returns an object with done(),
+    result() and cancel(), such as submitit's executors and a Dask client. Each cell is one task, unless `tasks` gives
+    the number of tasks.
     """
     cells = experiment.cells(quick, seeds, device)
     done = {cell.digest: stored for cell in cells if (stored := read_cell(folder, cell)) is not None}
@@ -79,7 +79,7 @@ def sweep(
     if settings["seeds"] == 1:
         found = replace(found, text=ONE_SEED)
     elif experiment.trains and quick:
-        checks = tuple(replace(check, holds=check.holds or None) for check in found.checks)  # none fails
+        checks = tuple(replace(check, holds=check.holds or None) for check in found.checks)  # none may fail
         found = replace(found, text=f"{QUICK} {tally(checks)}", checks=checks)
     return Result(experiment.name, experiment.question, found.text, found.checks, found.tables, found.plots, settings)
 
@@ -100,7 +100,7 @@ def cell_path(folder: Path, cell: Cell) -> Path:
 
 
 def read_cell(folder: Path, cell: Cell) -> Stored | None:
-    """Return a cell that is done, or None; a damaged file gives a warning and None."""
+    """Return the stored outcome of a cell, or None; a damaged file gives a warning and None."""
     path = cell_path(folder, cell)
     try:
         found = json.loads(read_whole(path, MOST_BYTES))
@@ -119,7 +119,7 @@ def read_cell(folder: Path, cell: Cell) -> Stored | None:
 
 
 def write_cell(folder: Path, cell: Cell, stored: Stored) -> None:
-    """Keep a cell: its file is complete or does not exist, also after a kill or a loss of power."""
+    """Store a cell: its file is complete or does not exist, even after a kill or a loss of power."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -131,7 +131,7 @@ _ONE_CELL = threading.Lock()  # threads of a process share torch's random state 
 
 
 def run_cell(cell: Cell) -> Stored:
-    """Compute a cell from its seed, on one thread: the same numbers on any worker, whatever runs beside it."""
+    """Compute a cell from its seed, on one thread, so that every worker computes the same numbers."""
     run = EXPERIMENTS[cell.experiment].run
     with _ONE_CELL, torch.random.fork_rng(), one_thread():
         torch.manual_seed(int(cell.settings["seed"] or 0))
@@ -141,7 +141,7 @@ def run_cell(cell: Cell) -> Stored:
 
 
 def run_cells(folder: Path, cells: Sequence[Cell]) -> list[Stored]:
-    """Compute cells in a worker and keep each as soon as it is done."""
+    """Compute cells in a worker, and store each as soon as it is finished."""
     done = []
     for cell in cells:
         try:
@@ -181,6 +181,6 @@ def _results_of(folder: Path, cells: list[Cell], task: Future[list[Stored]]) -> 
     except Exception as error:
         raise SweepError(f"A task failed: {type(error).__name__}: {error}") from error
     for cell, stored in zip(cells, found, strict=True):
-        if not cell_path(folder, cell).exists():  # the worker has a disk of its own
+        if not cell_path(folder, cell).exists():  # the worker wrote to another disk
             write_cell(folder, cell, stored)
         yield cell, stored

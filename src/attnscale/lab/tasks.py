@@ -12,7 +12,7 @@ from attnscale.models.bundled import split
 from attnscale.models.text import VOCABULARY, default_text
 
 NOT_ASKED = -100  # ignored by cross_entropy
-HELD_OUT_SEED = 2**40  # no run has it
+HELD_OUT_SEED = 2**40  # not the seed of any run
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Characters:
         return self._windows(text, torch.randint(len(text) - self.length, (size,), generator=generator))
 
     def name_of(self, token: int) -> str:
-        """Return a token as a reader sees it."""
+        """Return a token as readable text."""
         return repr(chr(token))[1:-1].replace(" ", "␣")
 
     def held_out(self, size: int) -> Batch:
@@ -62,9 +62,9 @@ class Characters:
 
 @dataclass(frozen=True)
 class Recall:
-    """Recall which value goes with a key; every sequence pairs keys and values anew.
+    """Recall the value of a key; every sequence has new pairs of keys and values.
 
-    A round lists every pair, key then value, in random order. From the second round on the value is the target of its
+    A round lists every pair, key then value, in random order. From the second round on, the value is the target of its
     key. Only attention to an earlier position can answer; without it the loss stays at ln(values).
 
     >>> batch = Recall(pairs=2, rounds=2, keys=3, values=5).batch(1, torch.Generator().manual_seed(0))
@@ -99,11 +99,11 @@ class Recall:
         return Batch(pairs[:, :-1], targets[:, :-1])
 
     def name_of(self, token: int) -> str:
-        """Return a token as a reader sees it: k for keys, v for values."""
+        """Return a token as readable text: k for keys, v for values."""
         return f"k{token}" if token < self.keys else f"v{token - self.keys}"
 
     def held_out(self, size: int) -> Batch:
-        """Return sequences from a seed of their own."""
+        """Return sequences from HELD_OUT_SEED."""
         return self.batch(size, torch.Generator().manual_seed(HELD_OUT_SEED))
 
 
@@ -122,5 +122,5 @@ Task = Characters | Recall
 TASKS: dict[str, Task] = {
     "characters": Characters(length=32),
     "recall": Recall(pairs=4),
-    "easy recall": Recall(pairs=3, rounds=3, keys=8, values=8),  # begins to be learned within a second
+    "easy recall": Recall(pairs=3, rounds=3, keys=8, values=8),  # training makes progress within a second
 }

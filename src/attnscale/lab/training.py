@@ -23,9 +23,9 @@ WARM_UP = 0.1  # share of the steps over which the rate rises; half a cosine to 
 LAYERS, HEADS, D_MODEL = 2, 2, 64  # of the lab's model; recall needs two layers
 HELD_OUT = 64  # examples
 CURVE_POINTS = 20
-SHARES = tuple(point / 20 for point in range(21))  # of queries, for which a curve has a point
+SHARES = tuple(point / 20 for point in range(21))  # shares of queries at the points of a curve
 SUMMARISED = ("std", "entropy_ratio", "jacobian_trace")
-SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim"}  # that experiments compare
+SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim"}  # compared by experiments
 NAMES = {"none": "without a scale", "1/√d_k": "with 1/√d_k", "1/d_k": "with 1/d_k"}
 
 
@@ -34,7 +34,7 @@ def one_thread() -> Iterator[None]:
     """Compute on one thread and flush denormal numbers to zero, and restore both settings afterwards.
 
     Operations of such small models take microseconds; several threads would wait for each other, on busy cores for
-    whole time slices. Saturated rows have gradients that are denormal, which are ten times as slow.
+    whole time slices. Saturated rows have denormal gradients, which are ten times slower.
     """
     half_of_the_smallest_normal = torch.tensor(torch.finfo(torch.float32).tiny) / 2
     threads, was_flushing = torch.get_num_threads(), not half_of_the_smallest_normal.item()
@@ -52,7 +52,7 @@ class Schedule:
     """Number of steps, learning rate and batch size; `seed` decides the batches."""
 
     steps: int
-    rate: float  # the highest
+    rate: float  # highest learning rate
     seed: int = 0
     batch: int = 16
 
@@ -64,7 +64,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is over, with the record of its scores if a monitor sampled it."""
+    """A finished step, with the record of its scores if a monitor sampled it."""
 
     number: int
     loss: float  # of its batch, before the step
@@ -95,7 +95,7 @@ def adam(model: nn.Module, rate: float) -> Adam:
 
 
 def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor | None = None) -> Iterator[Step]:
-    """Train with Adam, one step each time the next is asked for; end early if the loss is not finite.
+    """Train with Adam, one step per iteration; end early if the loss is not finite.
 
     >>> from attnscale.lab.tasks import Recall
     >>> task = Recall(pairs=2)
@@ -127,7 +127,7 @@ def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor 
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run. Its losses at the start and the end are those of examples that no run trains on."""
+    """A finished run. Its losses at the start and the end are on examples that no run trains on."""
 
     losses: tuple[float, ...]  # of each step's batch
     start: float
@@ -194,7 +194,7 @@ def score_summary(model: nn.Module, task: Task, size: int = HELD_OUT) -> dict[st
 class GradientShares:
     """Size of the gradient that queries receive, and how evenly it is shared among them.
 
-    A share is one of the sum of the squared norms, which is the squared norm of the whole gradient.
+    Shares refer to the sum of the squared norms, which is the squared norm of the whole gradient.
     """
 
     root_mean_square: float

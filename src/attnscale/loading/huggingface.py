@@ -38,7 +38,7 @@ def load_huggingface(config_path: Path, weights_path: Path | None, request: Requ
         config.dtype = torch.float32
     with quiet(), as_model_error(f"build a {raw['model_type']} model from {config_path}"):
         model_class = _model_class(config)
-        needed = _size(_sketch(model_class, config), config)
+        needed = _size(_meta_model(model_class, config), config)
         if weights_path is None:
             require_memory(needed, request.device)
             model: nn.Module = model_class(config)
@@ -65,14 +65,14 @@ def load_gguf(path: Path, request: Request) -> nn.Module:
         config.dtype = torch.float32
         causal_models = transformers_package().MODEL_FOR_CAUSAL_LM_MAPPING
         model_class = causal_models[type(config)] if type(config) in causal_models else _model_class(config)
-        sketch = _sketch(model_class, config)
-        require_memory(_size(sketch, config), request.device)
+        meta_model = _meta_model(model_class, config)
+        require_memory(_size(meta_model, config), request.device)
         if request.random_init:
             model: nn.Module = model_class(config)
             return model
     request.report("reading weights")
     with quiet(), as_model_error(f"load the weights {path}"), redirect_stderr(StringIO()):  # gguf prints a progress bar
-        tensors = reader.load_gguf_checkpoint(str(path), True, sketch, torch.float32)["tensors"]
+        tensors = reader.load_gguf_checkpoint(str(path), True, meta_model, torch.float32)["tensors"]
         return _from_pretrained(model_class, config, path, state_dict=tensors)
 
 
@@ -105,14 +105,14 @@ def _model_class(config: Any) -> Any:
     return found[0] if isinstance(found, tuple | list) else found
 
 
-def _sketch(model_class: Any, config: Any) -> Any:
+def _meta_model(model_class: Any, config: Any) -> Any:
     with torch.device("meta"):
         return model_class(deepcopy(config))
 
 
-def _size(sketch: Any, config: Any) -> int:
+def _size(meta_model: Any, config: Any) -> int:
     itemsize = config.dtype.itemsize if isinstance(config.dtype, torch.dtype) else torch.float16.itemsize
-    count = sum(tensor.numel() for tensor in (*sketch.parameters(), *sketch.buffers()))
+    count = sum(tensor.numel() for tensor in (*meta_model.parameters(), *meta_model.buffers()))
     return int(itemsize * count)
 
 

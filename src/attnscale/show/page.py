@@ -22,7 +22,7 @@ from attnscale.plain import printable_lines, rounded
 from attnscale.show.tables import Table
 from attnscale.show.text import pattern
 
-MATTER = 3  # notes shown; the others are folded
+SHOWN_NOTES = 3  # notes shown; the others are folded
 LONG = 24  # longer tables scroll in their own box
 FEW = 6  # up to here, views are buttons; more become a list
 SCRIPTS = ("draw.js", "report/heat.js", "report/page.js")
@@ -182,7 +182,7 @@ def render(page: Page) -> str:
     """Return a report as a string."""
     figures = {figure.name: figure.to_json() for section in page.sections for figure in section.figures}
     versions = f"attnscale {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    parts = {"page": page, "shown": MATTER, "few": FEW, "long": LONG, "versions": versions}
+    parts = {"page": page, "shown": SHOWN_NOTES, "few": FEW, "long": LONG, "versions": versions}
     return fill("report/page.html.j2", f"{page.title} · {page.kind}", STYLES, SCRIPTS, figures, parts)
 
 

@@ -54,10 +54,10 @@ def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
 def conclusion(run: Run) -> str:
     """Return a one-sentence summary of the run."""
     kinds = sum(len(raised.group.findings) for raised in run.raised)
-    return f"{counted(kinds, 'alarm')}; {_course(run)}."
+    return f"{counted(kinds, 'alarm')}; {_score_sentence(run)}."
 
 
-def _course(run: Run) -> str:
+def _score_sentence(run: Run) -> str:
     layers = len(run.layers)
     growing = [layer for layer in run.layers if layer.growth is not None and layer.growth.is_growing]
     highest = max((layer.effective_max for layer in run.layers if math.isfinite(layer.effective_max)), default=0.0)

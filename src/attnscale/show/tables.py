@@ -15,7 +15,7 @@ from attnscale.show.text import DIGITS, by_pattern, formatted, number, shown
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run
 
-TRIED_FIRST = ("output\nchange", "spread", "scale", "entropy\n% of max")  # never dropped from a what-if table
+ALWAYS_SHOWN = ("output\nchange", "spread", "scale", "entropy\n% of max")  # never dropped from a what-if table
 ERROR_DIGITS = 2
 NO_ALARM = "–"
 
@@ -99,7 +99,7 @@ def layer_table(lines: Sequence[Line], caption: str = "") -> Table:
 def what_if_table(what_if: WhatIf) -> Table:
     """Return the table of candidate scales; the first is the model's own."""
     columns = tuple(
-        Column(heading.replace("\n", " "), heading, drop=0 if heading in TRIED_FIRST else 1 + at)
+        Column(heading.replace("\n", " "), heading, drop=0 if heading in ALWAYS_SHOWN else 1 + at)
         for at, heading in enumerate(COLUMNS)
     )
     rows = tuple(Row((row.name, *row.numbers()), current=at == 0) for at, row in enumerate(what_if.rows))

@@ -28,15 +28,15 @@ def print_table(table: Table, console: Console) -> None:
         if title not in ("", "*"):
             say(title, console, "dim")
         console.print(grid)
-    staying = _staying(table, console.width)
-    dropped = [column.heading for at, column in enumerate(table.columns) if at not in staying]
+    fitting = _fitting_widths(table, console.width)
+    dropped = [column.heading for at, column in enumerate(table.columns) if at not in fitting]
     if dropped:
         say(f"Left out for lack of width: {', '.join(dropped)}. A wider terminal or --json shows them.", console, "dim")
 
 
 def grids(table: Table, width: int) -> Iterator[tuple[str, Grid]]:
     """Yield the title and the grid of each group; a column has the same width in all groups."""
-    widths = _staying(table, width)
+    widths = _fitting_widths(table, width)
     unbroken = {at: max([needed, *(len(row.cells[at]) for row in table.rows)]) for at, needed in widths.items()}
     gaps = len(widths) - 1
     gap = 2 if sum(unbroken.values()) + 2 * gaps <= width else 1
@@ -55,7 +55,7 @@ def grids(table: Table, width: int) -> Iterator[tuple[str, Grid]]:
         yield title, grid
 
 
-def _staying(table: Table, width: int) -> dict[int, int]:
+def _fitting_widths(table: Table, width: int) -> dict[int, int]:
     """Return the width of each column that fits."""
     widths = {at: _width(column, [row.cells[at] for row in table.rows]) for at, column in enumerate(table.columns)}
     for at in sorted(widths, key=lambda at: -table.columns[at].drop):

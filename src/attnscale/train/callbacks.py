@@ -20,7 +20,7 @@ CLIPPED_HEADS = "attnscale/clipped_heads"  # number of heads clipped since the l
 
 
 class DrivenMonitor:
-    """Takes Monitor's arguments, creates the monitor when training begins, and ends a step after the optimiser's."""
+    """Takes Monitor's arguments, creates a monitor when training begins, and ends its step after the optimiser's."""
 
     def __init__(self, log: LogChoice, settings: dict[str, Any]) -> None:
         self.settings, self.logged = settings, logged_statistics(log)
@@ -51,7 +51,7 @@ class DrivenMonitor:
         self.monitor.begin()
 
     def add_loss(self, loss: Any) -> None:
-        """Add the loss of a micro-batch, of which a step's loss is the sum."""
+        """Add the loss of a micro-batch; the loss of a step is their sum."""
         if self.monitor is not None and self.monitor.is_due and isinstance(loss, Tensor):
             self._losses.append(loss.detach().float().mean())
 

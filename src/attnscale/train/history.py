@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 
 
 def append(samples: list[Sample], sample: Sample) -> None:
-    """Add a sample, replacing those from its step on, which a resumed run repeats."""
+    """Add a sample; remove earlier samples from its step on, because a resumed run repeats them."""
     while samples and samples[-1].step >= sample.step:
         samples.pop()
     samples.append(sample)

@@ -1,7 +1,7 @@
 """Reading of a log: its files and its lines.
 
 A log is FILE and its continuations FILE.1, FILE.2 … (`scores.1.jsonl`). Each line is a record with the name of its run,
-so a file may have several runs. When a run is resumed, its step goes back, and the new records replace those from that
+so a file may have several runs. A resumed run starts at an earlier step, and its records replace the old ones from that
 step on. An incomplete last line, left by a killed process, is skipped. Files are read as a stream.
 """
 

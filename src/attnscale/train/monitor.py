@@ -1,4 +1,4 @@
-"""Monitor: records and alarms of the attention scores of a model while it trains, every so many steps."""
+"""Monitor: records and alarms of the attention scores of a model in training, at every n-th step."""
 
 import atexit
 import logging
@@ -58,11 +58,11 @@ class Monitor(PlottedResult):
     """Measure every `every`-th training step of a model, and raise alarms when its scores grow out of range.
 
     Call step() once after each training step, or put each step inside `with monitor:`. The first step is sampled, so
-    the log begins with the model as it was initialised. On a sampled step all forwards in training mode are measured,
-    every micro-batch of it, and recomputation is not counted again; between sampled steps nothing is left in place. The
-    first is traced, uncompiled, and audited: warnings and errors that `audit` would find are alarms of its record. From
-    then on probes measure inside the model's own run, compiled or not. A failure here never stops training: a warning
-    says what is not recorded.
+    the log begins with the model as it was initialised. A sampled step measures all forwards in training mode, in
+    every micro-batch; recomputation is not counted again. Between sampled steps, nothing is left in the model. The
+    first sampled step is traced, uncompiled, and audited: warnings and errors that `audit` would find are alarms of its
+    record. From then on, probes measure inside the model's own run, compiled or not. A failure of the monitor never
+    stops training: a warning says which part is not recorded.
 
     A record is written when the next step ends, so that the host does not wait for a GPU, or earlier if `last`,
     `growth()`, `state_dict()` or `close()` needs it, or the process ends.
@@ -121,7 +121,7 @@ class Monitor(PlottedResult):
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU may still compute
         self._layers: Callable[[], Mapping[str, Layer]] = dict  # of the last sampled step
-        self._ranks = Ranks(group, head_group, timeout, self._tell)
+        self._ranks = Ranks(group, head_group, timeout, self._warn)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
         self._learning: dict[str, Number] = {}  # loss and learning rate of the present step
@@ -183,7 +183,7 @@ class Monitor(PlottedResult):
 
     @property
     def _moment(self) -> str:
-        """Text of the present step, which tells it from steps of other ranks that were resumed otherwise."""
+        """Text of the present step; it differs between ranks that were resumed a different number of times."""
         resumed = f" of a run resumed {self._resumed} times" if self._resumed else ""
         return f"step {self.steps}{resumed}"
 
@@ -206,7 +206,7 @@ class Monitor(PlottedResult):
         try:
             return recording()
         except Exception as error:  # a failure of the log must not stop the run
-            self._tell(NotRecordedWarning(f"A sampled step could not be recorded: {type(error).__name__}: {error}"))
+            self._warn(NotRecordedWarning(f"A sampled step could not be recorded: {type(error).__name__}: {error}"))
             return None
 
     def __enter__(self) -> "Monitor":
@@ -241,7 +241,7 @@ class Monitor(PlottedResult):
         return self.history.growth(layer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: plain values, for any checkpoint."""
+        """Return the state of a run to resume, as plain values for any checkpoint."""
         return {"run": self.run, "steps": self.steps, "history": self.history.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -262,11 +262,11 @@ class Monitor(PlottedResult):
             leaving.__exit__(None, None, None)
         except InputError as error:  # raised if no attention ran
             self._sampling.note_nothing_seen(seen)
-            self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
+            self._warn(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return None
         if self._ranks.is_first:  # the same on all ranks
             for notice in self._sampling.notices(seen):
-                self._tell(notice)
+                self._warn(notice)
         self._sampling.note(seen)
         return seen
 
@@ -341,7 +341,7 @@ class Monitor(PlottedResult):
         try:
             function(argument)
         except Exception as error:
-            self._tell(SinkWarning(f"{failure}: {type(error).__name__}: {error}"))
+            self._warn(SinkWarning(f"{failure}: {type(error).__name__}: {error}"))
 
     def _log(self, record: Record) -> None:
         """Log each alarm that is new or more serious than before, once for all layers, and count the others."""
@@ -372,7 +372,7 @@ class Monitor(PlottedResult):
         wrong = {each.layer: each.code for each in reversed(found) if each.code in WRONG_SCALE and each in serious}
         return serious, {name: ScaleError(code, correction(seen.layers[name])) for name, code in wrong.items()}
 
-    def _tell(self, warning: AttnscaleWarning) -> None:
+    def _warn(self, warning: AttnscaleWarning) -> None:
         """Issue each warning once."""
         key = (type(warning), str(warning))
         if key not in self._warned:

@@ -118,7 +118,7 @@ class ProbedClip:
         return sorted(self._late.ran()) + more_often
 
     def reports(self, waits: bool) -> list[ClipReport]:
-        """Return the new reports of the steps with numbers on the host; `waits` for all others too."""
+        """Return the new reports of steps whose numbers are on the host; with `waits`, of all steps."""
         arrived = [each for each in self._pending if each.is_over is None and (waits or each.has_arrived)]
         return [report for numbers in arrived for report in self._report(numbers)]
 

@@ -35,12 +35,12 @@ class _InterruptedError(Exception):
 class QKClip:
     """Keep the scores of a model in training below a threshold, after every step of its optimiser.
 
-    Call step() after each, or attach() it to the optimiser. The first step is traced, uncompiled, and finds out which
-    parameters make which heads. From then on probes take the maxima inside the model's own run, compiled or not:
+    Call step() after each, or attach() it to the optimiser. The first step is traced, uncompiled, to find the
+    parameters that produce each head. From then on probes take the maxima inside the model's own run, compiled or not:
     exact, over every row of every micro-batch; recomputation is not counted again. The host does not wait for a GPU:
-    factors are computed and applied there, and the report of what was clipped comes with a later step. A module that
-    attends for the first time later is traced then. If a module takes no probe, the whole model runs uncompiled under
-    the tracer at every step, with one warning.
+    factors are computed and applied there, and a later step returns the report of the clips. When a module attends for
+    the first time at a later step, the model is traced again. If a module takes no probe, the whole model runs
+    uncompiled under the tracer at every step, with one warning.
 
     With torch.distributed, create one on every rank and call step() on all ranks equally often; one collective at each
     step joins the ranks that compute the same heads. Pass ranks that are not detected, such as copies without DDP, as
@@ -105,7 +105,7 @@ class QKClip:
         self.flush()
         return self._last
 
-    @never_compiled  # the optimiser's step, and what is called after it, may be compiled
+    @never_compiled  # a compiled step of the optimiser may call it
     def step(self) -> ClipReport | None:
         """Clip the heads above the threshold; return a report if one has arrived."""
         if self._is_closed:
@@ -148,7 +148,7 @@ class QKClip:
         self._is_closed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: plain values, for any checkpoint."""
+        """Return the state of a run to resume, as plain values for any checkpoint."""
         return {"steps": self.steps, "threshold": self.threshold}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,10 +186,10 @@ class QKClip:
             probed.close()
 
     def _plan_again(self, probed: ProbedClip, unplanned: list[str]) -> None:
-        """Trace the model again, because it attended where or more often than it did in the trace."""
+        """Trace the model again, because modules attended that did not in the trace, or more often than there."""
         if probed.replicas.has_other_ranks:  # they would not join the trace
             self._warn_once(
-                "QK-Clip leaves some attentions of this model as they are: they did not run when it was traced, and "
+                "QK-Clip does not clip some attentions of this model: they did not run when it was traced, and "
                 f"one rank cannot trace it again by itself: {', '.join(map(printable, unplanned))}."
             )
             return

@@ -21,7 +21,7 @@ from attnscale.torch_internals import store_of_ranks
 from attnscale.train.tally import Tallies, from_bytes, merge, to_bytes
 
 COLLECTING, ANSWERING = 0.5, 0.9  # shares of the time-out: rank 0 collects, and the others still read its answer
-AGAIN = 0.25  # seconds to wait for a rank that did not answer the last time
+LATE_TIMEOUT = 0.25  # seconds to wait for a rank that did not answer the last time
 NUMBERS: dict[tuple[int, ...], "count[int]"] = {}  # numbers the exchanges of each set of ranks
 
 Learned = tuple[float | None, float | None]  # loss and learning rate, None where not given
@@ -85,7 +85,7 @@ class Ranks:
         """Return the merged tallies of all ranks; every rank of the group must call it, even without measurements."""
         loss, lr = learning
         payload = ([] if loss is None else [loss], to_bytes(own))
-        answer = self._in_time(lambda: (self._collect if self.is_first else self._ask)(moment, payload))
+        answer = self._in_time(lambda: (self._collect if self.is_first else self._request)(moment, payload))
         ranks, losses, tallies = answer or (1, *payload)
         mean = sum(losses) / len(losses) if losses else None  # as data-parallel training averages it
         return Merged(from_bytes(tallies), ranks, None if answer else dist.get_rank(), self.is_first, (mean, lr))
@@ -136,7 +136,7 @@ class Ranks:
         self._write(moment, merged)
         return merged
 
-    def _ask(self, moment: str, own: tuple[list[float], bytes]) -> Answer | None:
+    def _request(self, moment: str, own: tuple[list[float], bytes]) -> Answer | None:
         self._write(moment, own)
         answers = self._read([0], moment, ANSWERING * self._timeout)
         return answers[0] if answers else None
@@ -151,7 +151,7 @@ class Ranks:
     def _read(self, ranks: Sequence[int], moment: str, patience: float) -> list[Any]:
         """Return the payloads of ranks at this moment; waits longer for ranks that answered the last time."""
         keys = {rank: f"{moment}/{rank}" for rank in ranks}
-        for is_late, seconds in ((False, patience), (True, AGAIN)):
+        for is_late, seconds in ((False, patience), (True, LATE_TIMEOUT)):
             awaited = [key for rank, key in keys.items() if (rank in self._missed) == is_late]
             deadline, pause = time.monotonic() + seconds, 5e-4
             while awaited and not self._store.check(awaited) and time.monotonic() < deadline:
@@ -164,7 +164,7 @@ class Ranks:
             heard = f"it answered last at {self._heard[rank]}" if rank in self._heard else "it has not answered before"
             self._warnings.append(
                 f"Rank {self._members[rank]} did not answer rank {self._members[self._rank]} at {moment} within "
-                f"{patience:g} s; {heard}. Only what ranks measured at the same step is merged: call step() on "
+                f"{patience:g} s; {heard}. Only measurements of the same step are merged: call step() on "
                 "every rank alike, with the same `every`, and load the same state on each."
             )
         self._heard |= dict.fromkeys(present, moment)

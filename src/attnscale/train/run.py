@@ -104,7 +104,7 @@ class Run:
 
 
 def grouped_alarms(alarms: Sequence[tuple[int, Finding]]) -> tuple[AlarmGroup, ...]:
-    """Group alarms by layer and code, and then those of equal code and severity over layers."""
+    """Group alarms by layer and code, then merge groups of equal code and severity over layers."""
     worst_of, steps = dict[tuple[str, str], Finding](), dict[tuple[str, str], set[int]]()
     for step, alarm in alarms:
         key = alarm.layer, alarm.code
@@ -130,7 +130,7 @@ class LoggedRun:
         self._losses: list[float] = []  # the first and the last
 
     def add(self, record: Record, position: int) -> None:
-        """Add a record, replacing those from its step on, which a resumed run repeats."""
+        """Add a record; remove earlier records from its step on, because a resumed run repeats them."""
         while self.steps and self.steps[-1] >= record.step:
             self.steps.pop()
             self.positions.pop()

@@ -67,8 +67,8 @@ class Sampling:
         """Yield warnings about how a step was measured; call it before note()."""
         if seen.without_gradients:
             yield NotRecordedWarning(
-                "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
-                "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
+                "Attention ran with gradients off, as in reentrant activation checkpointing, so the gradients of its "
+                "queries and keys are not recorded. To record them, use checkpoint(…, use_reentrant=False)."
             )
         if seen.is_probed and seen.fallbacks:
             which = "; ".join(f"{path}: {reason}" for path, reason in seen.fallbacks.items())
@@ -111,7 +111,7 @@ class Clipped:
 
 
 class Clips:
-    """Total factors of QK-Clip at the begin of sampled steps."""
+    """Total factors of QK-Clip at the beginning of sampled steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -27,7 +27,7 @@ VARIANTS = {
     "learned τ": "LearnedTemperature",
     "τ of the query": "QueryTemperature",
 }
-HEAD_DIMS = (256, 128, 32, 8)  # slow ones first, so that no worker is left with one
+HEAD_DIMS = (256, 128, 32, 8)  # slow cells first, so that no worker ends with one
 NOTICE = "Each variant at its best learning rate."
 
 
@@ -46,7 +46,7 @@ def grid(quick: bool) -> Sequence[Settings]:
 
 
 def run(task: str, variant: str, rate: float, steps: int, seed: int, device: str = "cpu", **shape: int) -> Outcome:
-    """Train one model, and measure its scores before."""
+    """Measure the scores of a new model, and train it."""
     schedule = Schedule(steps, rate, seed)
     _, before, found = seeded_run(TASKS[task], schedule, device, scale=VARIANTS[variant], **shape)
     return {
@@ -56,7 +56,7 @@ def run(task: str, variant: str, rate: float, steps: int, seed: int, device: str
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Say what each variant costs or gains against 1/√d_k, each at its best rate."""
+    """Compare the loss of each variant with that of 1/√d_k, each at its best rate."""
     tasks = {
         str(task): own.at_best_rates("head_dim", "variant") for (task,), own in outcomes.groups("task").items()
     }  # fmt: skip
@@ -72,7 +72,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
 
 
 def _costs(own: Outcomes, variant: str) -> dict[int, Band]:
-    """Return how much more loss a variant has than 1/√d_k at each d_k, paired by seed."""
+    """Return the loss of a variant minus that of 1/√d_k at each d_k, paired by seed."""
     sides, points = ({"variant": variant}, {"variant": REFERENCE}), len(own.values("head_dim"))
     head_dims = sorted(own.where(variant=variant).values("head_dim"))
     return {head_dim: own.difference("final", *sides, points=points, head_dim=head_dim) for head_dim in head_dims}

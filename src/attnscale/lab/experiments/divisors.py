@@ -17,7 +17,7 @@ from attnscale.theory import expected_row
 
 TABLES, ROWS, KEYS, VALUE_DIM = 8, 64, 256, 64
 RULES = {"none": "unscaled", "√d_k": "inverse_sqrt", "d_k": "inverse_dim"}
-POWERS = {"none": 0.0, "√d_k": -0.5, "d_k": -1.0}  # of d_k, that multiply q·k
+POWERS = {"none": 0.0, "√d_k": -0.5, "d_k": -1.0}  # powers of d_k that multiply q·k
 NAMES = {"none": "without a divisor", "√d_k": "divided by √d_k", "d_k": "divided by d_k"}
 TITLES = {"variance": "Var(scores)", "entropy_ratio": "entropy", "jacobian_trace": "1 − Σp²",
           "passed": "‖diag(p) − ppᵀ‖²"}  # fmt: skip
@@ -41,7 +41,7 @@ def run(part: str, divisor: str, head_dim: int, keys: int, seed: int) -> Outcome
     value, upstream = torch.randn(TABLES, keys, VALUE_DIM), torch.randn(TABLES, ROWS, VALUE_DIM)
     stats = score_stats(query, key, scale=rule)
     query.requires_grad_()
-    added = torch.zeros(TABLES, ROWS, keys, requires_grad=True)  # to the scores: its gradient is theirs
+    added = torch.zeros(TABLES, ROWS, keys, requires_grad=True)  # added to the scores, so it has their gradient
     output = attention(query, key, value, attn_mask=added, scale=rule)
     on_query, on_scores = torch.autograd.grad((output * upstream).sum(), (query, added))
     output = output.detach()
@@ -60,7 +60,7 @@ def run(part: str, divisor: str, head_dim: int, keys: int, seed: int) -> Outcome
 
 
 def expected(measure: str, divisor: str, head_dim: int) -> float:
-    """Return what theory says of a measure."""
+    """Return the theoretical value of a measure."""
     scale = head_dim ** POWERS[divisor]
     row = expected_row(scale * math.sqrt(head_dim), KEYS, head_dim)
     measures: dict[str, float] = {
@@ -73,7 +73,7 @@ def expected(measure: str, divisor: str, head_dim: int) -> float:
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Compare each divisor with theory, and say what is lost without one and with d_k."""
+    """Compare each divisor with theory, and describe the losses without a divisor and with d_k."""
     along, shapes = (outcomes.where(part=part) for part in (ALONG, SHAPES))
     largest, curves = along.values("head_dim")[-1], len(RULES) * len(TITLES)
     gradients = [without_scale(shapes.where(head_dim=head_dim, keys=keys)) for head_dim, keys in KINDS]

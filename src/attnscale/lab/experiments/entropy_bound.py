@@ -1,4 +1,4 @@
-"""Entropy of rows against the least that a spread allows: σReparam's bound (arXiv:2303.06296, theorem 3.1)."""
+"""Entropy of rows and its lower bound at a spread: σReparam's bound (arXiv:2303.06296, theorem 3.1)."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def grid(quick: bool) -> Sequence[Settings]:
 
 
 def run(part: str, seed: int, device: str = "cpu", **settings: Any) -> Outcome:
-    """Measure spread and entropy of rows, and how far each row is above its bound."""
+    """Measure spread and entropy of rows, and the distance of each row from its bound."""
     return _trained_rows(seed, device, **settings) if part == MODEL else _drawn_rows(part, **settings)
 
 
@@ -54,13 +54,13 @@ def _trained_rows(seed: int, device: str, scale: str, rate: float, task: str, st
     rows = []
     for layer in seen.layers.values():
         assert layer.query is not None and layer.key is not None  # noqa: PT018 (kept)
-        query, key, multiplier = get_rule(SCALES[scale])(layer.query[:, :, -1:], layer.key)  # which sees every key
+        query, key, multiplier = get_rule(SCALES[scale])(layer.query[:, :, -1:], layer.key)  # this row sees all keys
         rows.append((multiplier * query @ key.mT).flatten(0, 2).double().cpu().numpy())
     return {**measured(np.concatenate(rows)), "final": found.final, "keys": rows[0].shape[-1]}
 
 
 def measured(scores: Array) -> Outcome:
-    """Return means over rows, and the least distance of a row to its own bound."""
+    """Return means over rows, and the smallest distance of a row from its own bound."""
     entropy, spreads = row_statistics(scores).entropy, scores.std(-1)
     floors = [least_entropy(float(spread), scores.shape[-1]) for spread in spreads]
     above = entropy - floors
@@ -69,12 +69,12 @@ def measured(scores: Array) -> Outcome:
 
 
 def least_entropy(spread: float, keys: int) -> float:
-    """Return the least entropy of a row of this spread: its scores are at most spread · √n long about their mean."""
+    """Return the lowest entropy of a row of this spread: the norm of its centred scores is at most spread · √n."""
     return entropy_floor(spread * math.sqrt(keys), keys)
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Say if any row is below its bound, and how near to it random and trained rows are."""
+    """Check that no row is below its bound, and compare random and trained rows with it."""
     extreme, drawn, models = (outcomes.where(part=part) for part in (EXTREME, DRAWN, MODEL))
     rows, least = sum(found["rows"] for _, found in outcomes), min(found["least"] for _, found in outcomes)
     tight = max(abs(found["above"]) for _, found in extreme)

@@ -38,7 +38,7 @@ ROWS_BY_NAME = {
     ONE_HOT: [25.0, -20.0, 3.0, -15.0, 0.0],
     WEIGHED: [math.log(weight) for weight in (0.3, 0.3, 0.2, 0.2)],
 }
-PRINTED = [0.21, 0.21, 0.16, 0.16]  # by the textbook, for the last of them
+PRINTED = [0.21, 0.21, 0.16, 0.16]  # by the textbook, for WEIGHED
 D_MODEL, HEADS, BATCH, LENGTH = 64, 2, 8, 64
 BASE = "1/√d_k"
 
@@ -60,7 +60,7 @@ def run(part: str, seed: int, layers: int = 1, head_dim: int = 2, scale: str = B
 
 
 def softmax_of(scores: Tensor) -> Tensor:
-    """Return attention's weights for a row of scores, which are given as a bias on scores of zero."""
+    """Return attention's weights for a row of scores, passed as a bias on scores of zero."""
     return attention_weights(scores.new_zeros(1, 1), scores.new_zeros(len(scores), 1), attn_mask=scores[None])[0]
 
 
@@ -83,7 +83,7 @@ def _model(layers: int, head_dim: int, scale: str) -> Outcome:
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Say what passes softmax, and how much gradient arrives without a scale and how evenly."""
+    """Describe the gradient through softmax, and its size and evenness without a scale."""
     named, models = (outcomes.where(part=part) for part in (NAMED, MODEL))
     jacobians = {name: np.array(found) for name, found in named.cells[0][1].items()}
     traces = {name: float(np.trace(jacobian)) for name, jacobian in jacobians.items()}

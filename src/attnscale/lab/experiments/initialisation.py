@@ -46,7 +46,7 @@ class Scheme:
         return query, key
 
     def predicted(self, d_model: int) -> Prediction:
-        """Return what theory says of the layer."""
+        """Return the prediction of theory for the layer."""
         return predict(d_model, HEADS, LENGTH, initialisation=self.initialisation, packed=self.packed)
 
     def predicted_variance(self, d_model: int) -> float:
@@ -85,13 +85,13 @@ def run(scheme: str, d_model: int, seed: int) -> Outcome:
     unit = score_stats(query, key, scale="calibrated")
     return {
         "variance": stats.variance.mean().item(),
-        "uncalibrated": factor.pow(-2).mean().item(),  # variance of q·k that the rule found
+        "uncalibrated": factor.pow(-2).mean().item(),  # variance of q·k, from the calibrated scale
         "off_unit": (unit.std - 1).abs().max().item(),
     }
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Compare every scheme with its prediction, and say for which of them 1/√d_k is right."""
+    """Compare every scheme with its prediction, and list those for which 1/√d_k is right."""
     widths, schemes = outcomes.values("d_model"), outcomes.values("scheme")
     checks, curves = [], 2 * len(schemes)
     for name in schemes:

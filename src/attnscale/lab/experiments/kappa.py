@@ -42,7 +42,7 @@ def run(task: str, kappa: float, steps: int, rate: float, seed: int, device: str
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Say which κ has the lowest loss at each d_k, and if √d_k is on the floor of the curve."""
+    """Find the κ with the lowest loss at each d_k, and check if √d_k is on the floor of the curve."""
     checks, sentences = [], []
     for head_dim in sorted(outcomes.values("head_dim")):
         own = outcomes.where(head_dim=head_dim)

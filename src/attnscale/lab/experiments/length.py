@@ -17,11 +17,11 @@ from attnscale.rules.rule import Rule
 from attnscale.theory import expected_row
 
 HEADS, ROWS, HEAD_DIM = 4, 64, 64
-TRAINED = 64  # the context that YaRN stretches from
+TRAINED = 64  # context length before YaRN stretches it
 RULES = ("1/√d_k", "log n", "YaRN")
 CONTEXT, LEADING = "random keys", "one leading key"
 LEAD, OTHERS = 3.0, -2.0  # SSMax, figure 1: one score and all others
-LEADING_RULES = {"softmax": "unscaled", "SSMax": "log_length"}  # over vectors of one component
+LEADING_RULES = {"softmax": "unscaled", "SSMax": "log_length"}  # on vectors with one component
 FAR = [10, 100, 1000, 10_000, 100_000]
 STEADY = 0.1  # an entropy that grows by less than this share of ln n counts as constant
 
@@ -71,7 +71,7 @@ def expected_entropy(rule: str, length: int) -> float:
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Say how much of the growth of ln n the entropy follows under each rule."""
+    """Compare the growth of the entropy with that of ln n under each rule."""
     context, leading = (outcomes.where(part=part) for part in (CONTEXT, LEADING))
     full, causal = (context.where(causal=is_causal) for is_causal in (False, True))
     checks = [

@@ -13,10 +13,10 @@ from attnscale.measure import score_stats
 from attnscale.operator import attention_weights
 from attnscale.theory import critical_spread, expected_softmax, saturation_point
 
-TABLES, ROWS = 16, 128  # of a cell
+TABLES, ROWS = 16, 128  # number in a cell
 ONE, MANY = "one large score", "Gaussian scores"
 SATURATED = 0.99
-SCORES = np.linspace(0.0, 20.0, 81)  # of the one large score
+SCORES = np.linspace(0.0, 20.0, 81)  # values of the one large score
 TITLES = {"entropy_ratio": "entropy", "top1": "the largest weight", "jacobian_trace": "1 − Σp²"}
 
 
@@ -41,7 +41,7 @@ def run(part: str, keys: int, seed: int, spread: float = 0.0) -> Outcome:
 
 def _one_large_score(keys: int) -> Outcome:
     key = torch.zeros(keys, 1, dtype=torch.float64)
-    key[torch.randint(keys, ())] = 1.0  # at any place: softmax knows no order
+    key[torch.randint(keys, ())] = 1.0  # the position does not change the softmax
     weight = (attention_weights(torch.from_numpy(SCORES)[:, None], key, scale=1.0) @ key)[:, 0]
     # ln(p/(1 − p)) is linear in the score, so interpolation finds where the weight passes 0.99
     passes = np.interp(math.log(SATURATED / (1 - SATURATED)), torch.logit(weight).numpy(), SCORES)
@@ -49,12 +49,12 @@ def _one_large_score(keys: int) -> Outcome:
 
 
 def expected(measure: str, keys: int, spread: float) -> float:
-    """Return what theory says of a measure over Gaussian scores."""
+    """Return the theoretical value of a measure over Gaussian scores."""
     return float(getattr(expected_softmax(spread, keys), measure))
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Say where softmax saturates for each number of keys."""
+    """Describe where softmax saturates for each number of keys."""
     one, many = outcomes.where(part=ONE), outcomes.where(part=MANY)
     lengths = many.values("keys")
     checks = [*_checks_of_one(one), *_checks_of_many(many)]

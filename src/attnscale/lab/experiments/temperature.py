@@ -1,4 +1,4 @@
-"""Temperatures other than √d_k: what they cost, and how much of each remains after training."""
+"""Temperatures other than √d_k: their cost, and how much of each remains after training."""
 
 import math
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ from attnscale.operator import attention_weights
 from attnscale.rules.temperature import temperature
 from attnscale.watching import watch
 
-MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of √d_k
-PATTERN_SEED, SHOWN = 0, 24  # whose weights are kept, and of how many positions
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of √d_k
+PATTERN_SEED, SHOWN = 0, 24  # seed of the stored weights, and their number of positions
 DIGITS = 4
 LATER_LAYERS = 0.02  # later layers see the effect of a temperature on earlier ones
 
@@ -46,7 +46,7 @@ def grid(quick: bool) -> Sequence[Settings]:
 def run(
     task: str, multiple: float, rate: float, steps: int, head_dim: int, seed: int, device: str = "cpu", **shape: int
 ) -> Outcome:
-    """Train a model, measure its scores before and after, and for one seed keep the weights of a head."""
+    """Train a model, measure its scores before and after, and for one seed store the weights of a head."""
     of, rule = TASKS[task], temperature(multiple * math.sqrt(head_dim))
     schedule = Schedule(steps, rate, seed)
     model, before, found = seeded_run(of, schedule, device, scale=rule, head_dim=head_dim, **shape)
@@ -71,7 +71,7 @@ def pattern(model: nn.Module, task: Task, rule: temperature) -> list[list[float]
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Say which temperature is best, what the others cost, and how much of each remains after training."""
+    """Describe the best temperature, the cost of the others, and how much of each remains after training."""
     sentences, checks, tables, plots = [], [], [], []
     for task in outcomes.values("task"):
         own = outcomes.where(task=task).at_best_rates("multiple")

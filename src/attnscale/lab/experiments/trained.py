@@ -1,4 +1,4 @@
-"""A trained model under another scale: at once, after more training, and beside one trained with it."""
+"""A trained model under another scale: at once, after more training, and compared with a model trained with it."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -14,12 +14,12 @@ from attnscale.models import load_bundled
 from attnscale.models.transformer import CausalTransformer
 
 BUNDLED, OWN = "bundled model", "trained here"
-KEPT = "1/√d_k"  # which all were trained with
+KEPT = "1/√d_k"  # scale that all models were trained with
 OTHERS = tuple(scale for scale in SCALES if scale != KEPT)
 MOMENTS = AT_ONCE, LATER, FRESH = "at once", "after more training", "from the start"
-PARTS, WINDOWS = 8, 4  # of the held-out text: one part for each seed, of so many windows
+PARTS, WINDOWS = 8, 4  # parts of the held-out text, one for each seed; windows in a part
 MORE = 3  # a third of the steps, at a third of the rate
-SLIGHT = 0.5  # a cost below this share of what it costs an untrained model is slight
+SLIGHT = 0.5  # a cost below this share of the cost for an untrained model is slight
 
 
 def grid(quick: bool) -> Sequence[Settings]:
@@ -54,7 +54,7 @@ def bundled_loss(scale: str, part: int = 0) -> float:
     model = deepcopy(_bundled())
     swap_scale(model, scale)
     windows = Characters(model.context).held_out(PARTS * WINDOWS)
-    own = slice(part % PARTS, None, PARTS)  # each part from all over the text
+    own = slice(part % PARTS, None, PARTS)  # windows of a part are spread over the text
     return float(Batch(windows.tokens[own], windows.targets[own]).loss(model))
 
 
@@ -64,7 +64,7 @@ def _bundled() -> CausalTransformer:
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Say what another scale costs a trained model, beside one that learns with it."""
+    """Compare the cost of another scale for a trained model with that for a model that learns with it."""
     shipped, own = (outcomes.where(part=part).derived(_costs) for part in (BUNDLED, OWN))
     head_dims = own.values("head_dim")
     costs = {scale: shipped.band(f"cost of {scale} {AT_ONCE}") for scale in OTHERS}
@@ -85,7 +85,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
 
 
 def _costs(found: Outcome) -> Outcome:
-    """Return the loss of each scale minus that of the one trained with, and how far the first is from being slight."""
+    """Return the loss of each scale minus that of KEPT, and the cost of no scale minus the largest slight cost."""
     costs = {
         f"cost of {name}": loss - found[f"{KEPT} {name.partition(' ')[2]}"] for name, loss in found.items()
     }  # fmt: skip

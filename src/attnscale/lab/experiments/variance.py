@@ -11,7 +11,7 @@ from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plo
 from attnscale.lab.outcomes import Outcomes, ranging, tally
 from attnscale.theory import score_mean, score_variance
 
-PAIRS = 4096  # of queries and keys in a cell: a variance within 2% for each seed
+PAIRS = 4096  # pairs of q and k in a cell; the variance is within 2% for each seed
 DRAWS: dict[str, Callable[..., Tensor]] = {  # of mean 0 and variance 1
     "normal": torch.randn,
     "uniform": lambda *shape: (2 * torch.rand(*shape) - 1) * math.sqrt(3),
@@ -70,7 +70,7 @@ def run(case: str, head_dim: int, seed: int) -> Outcome:
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """Compare mean and variance with theory, and say how the variance grows."""
+    """Compare mean and variance with theory, and describe the growth of the variance."""
     head_dims, cases = outcomes.values("head_dim"), outcomes.values("case")
     smallest, largest = head_dims[0], head_dims[-1]
     checks, rows, powers, curves = {}, [], {}, 2 * len(cases)

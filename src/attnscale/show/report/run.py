@@ -27,12 +27,12 @@ from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run, summarise
 
 CURVES = 6  # layers that get their own curve; more could not be distinguished
-MARKED = 40  # curves with more points have no marks
+MOST_MARKED = 40  # curves with more points have no marks
 FORECAST = 25  # steps of the curve of a forecast
 MARGIN = 1.02  # height of an axis over the highest value, so that a curve there is visible
 SAME = 0.9  # forecasts are drawn only if softmax receives at least this share of the largest score
 LOG_LARGEST = 700.0  # exp of more overflows a float
-BEYOND = 1.5  # shows published limits up to this multiple of the highest score
+LIMITS_SHOWN_TO = 1.5  # shows published limits up to this multiple of the highest score
 
 
 def run_page(title: str, records: Sequence[Record], run: Run | None = None) -> str:
@@ -104,7 +104,7 @@ def loss_chart(title: str, runs: dict[str, Sequence[tuple[int, float]]]) -> Char
     series, sentences = [], []
     for tone, (name, course) in enumerate(runs.items()):
         steps, values = [step for step, _ in course], [value for _, value in course]
-        series.append(Series(name, steps, values, tone=tone, marks=len(steps) <= MARKED))
+        series.append(Series(name, steps, values, tone=tone, marks=len(steps) <= MOST_MARKED))
         known = [(value, step) for step, value in course if math.isfinite(value)]
         subject = f"The {title}" if len(runs) == 1 else f"{name}: the {title}"
         if known:
@@ -161,7 +161,7 @@ def _band(name: str, records: Sequence[Record], statistic: Statistic, tone: int 
     ]
     low, high = ([edge(found, default=math.nan) for found in values] for edge in (min, max))
     steps = [record.step for record in records]
-    return Series(name, steps, list(map(mean, values)), low, high, tone=tone, marks=len(steps) <= MARKED)
+    return Series(name, steps, list(map(mean, values)), low, high, tone=tone, marks=len(steps) <= MOST_MARKED)
 
 
 def axis_of(statistic: Statistic, series: Sequence[Series]) -> Axis:
@@ -182,7 +182,7 @@ def _curves(records: Sequence[Record], statistic: Statistic, chosen: Sequence[La
         own = [record for record in records if layer.name in record.layers]
         values = [statistic.factor * record.layers[layer.name].whole(statistic.name) for record in own]
         steps = [record.step for record in own]
-        yield Series(label, steps, values, tone=tone, marks=len(own) <= MARKED)
+        yield Series(label, steps, values, tone=tone, marks=len(own) <= MOST_MARKED)
 
 
 def _labelled(chosen: Sequence[LayerRun]) -> Iterator[tuple[LayerRun, str]]:
@@ -210,7 +210,7 @@ def _thresholds(series: Sequence[Series]) -> list[Series]:
     """Return lines at the published limits of scores that the curves come near."""
     steps = [x for one in series for x in one.x if x is not None]
     highest = max(known_values(value for one in series for value in (*one.y, *one.high)), default=0.0)
-    levels = sorted(level for level, _, _ in EXPLODING if level <= BEYOND * highest)
+    levels = sorted(level for level, _, _ in EXPLODING if level <= LIMITS_SHOWN_TO * highest)
     ends = (min(steps), max(steps)) if steps else ()
     return [
         Series(f"published limit {level:,.0f}", ends, [level] * len(ends), tone="ink", dashed=True) for level in levels
