@@ -233,7 +233,7 @@ class HeadRows:
             family = now
 
     def _halved(self, families: Indices, whole: Mask) -> tuple[Mask, Mask]:
-        """Return masks of features whose keys are multiplied too, and of heads that cannot be multiplied at all."""
+        """Return two masks: features whose queries and keys share the factor; heads that cannot be multiplied."""
         main, partner, every = self._main, self._partner, self._every
         has_one_family = self._is_equal(every.row, families[every.head])
         own = has_one_family & ~self._of_values & ~whole

@@ -35,7 +35,7 @@ class ScaledParameter:
 
     @property
     def held(self) -> Tensor:
-        """Current local values; some training loops replace the data of a parameter at every step."""
+        """Local values of the parameter, read anew: some training loops replace its data at every step."""
         local = local_part(self.parameter)
         return self.parameter if local is None else local
 

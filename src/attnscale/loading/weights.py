@@ -19,7 +19,7 @@ READABLE = {".safetensors", ".bin", ".pt", ".pth"}
 UNREADABLE = {".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz"}  # formats that are not read from a folder
 GIB = 2**30
 MAX_SHARE = 0.8  # largest share of the free memory for weights; activations need the rest
-CGROUP = Path("/sys/fs/cgroup")  # has the memory limit of a container
+CGROUP = Path("/sys/fs/cgroup")  # folder with the memory limit of a container
 
 
 def find_weights(folder: Path) -> Path | None:
