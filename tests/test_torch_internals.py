@@ -29,7 +29,7 @@ OF_OBJECTS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_this_torch_has_it(name):
+def test_this_torch_has_every_internal(name):
     internal = NAMES[name]
     assert internal.found is not None, f"torch {torch.__version__} has no {name}: {internal.lost}."
 
@@ -75,7 +75,7 @@ class Model(nn.Module):
 
 @pytest.mark.filterwarnings("default")  # what was lost is told
 @pytest.mark.parametrize("name", NAMES)
-def test_without_it_a_watched_model_and_a_monitored_step_run_as_they_would_plainly(name, monkeypatch):
+def test_a_missing_internal_changes_no_output_or_gradient(name, monkeypatch):
     torch.manual_seed(3)
     model, x = Model(), torch.randn(2, 7, 24)
     plain = model(x)

@@ -65,7 +65,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize("name", WHERE)
-def test_it_is_clipped_where_its_queries_and_keys_are_made(name):
+def test_a_clip_changes_only_the_query_and_key_parameters(name):
     report, layer, *_ = clipped(name, "eager")
     found = {each.parameter for head in report.heads if head.layer == layer.name for each in head.touched}
     assert found == WHERE[name]

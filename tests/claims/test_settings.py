@@ -14,7 +14,7 @@ TINY = {"num_hidden_layers": 1, "vocab_size": 11, "intermediate_size": 16}
     [("GPT-2", 1.0), ("LLaMA-2 7B", 1.0), ("T5-base", 8.0), ("Gemma-2 27B", math.sqrt(128 / 144)),
      ("Granite 3.1 2B", 1 / 8)],
 )  # fmt: skip
-def test_a_multiplier_is_told_relative_to_one_over_root_dim(model, relative):
+def test_a_multiplier_is_given_relative_to_one_over_root_dim(model, relative):
     assert find(model).relative == pytest.approx(relative)
     assert find(model).standard == (relative == 1.0)
     assert all(setting.stated for setting in SETTINGS)

@@ -26,13 +26,13 @@ def baseline(tmp_path_factory):
     return path
 
 
-def test_what_did_not_change_passes(baseline):
+def test_an_unchanged_model_passes(baseline):
     status, out, err = run("check", *SHORT, "--against", baseline)
     assert (status, err) == (0, "")
     assert out.splitlines()[-1] == "No head of 16 changed by more than its error."
 
 
-def test_what_got_worse_fails_and_names_the_head(baseline):
+def test_a_worse_head_fails_and_is_named(baseline):
     status, out, _ = run("check", CHANGED, *SHORT, "--against", baseline, "--json", FACTOR="1.5")
     found = json.loads(out)["comparison"]
     assert status == 1
@@ -44,7 +44,7 @@ def test_what_got_worse_fails_and_names_the_head(baseline):
     assert spread["error"] is not None
 
 
-def test_what_got_better_passes(baseline):
+def test_a_better_head_passes(baseline):
     status, out, _ = run("check", CHANGED, *SHORT, "--against", baseline, FACTOR="0.8")
     assert status == 0
     assert "blocks.1.attention, head 2" in out

@@ -127,7 +127,7 @@ def test_findings_come_and_go(batch):
     assert forth.changed[0].moves["scale_applied"].is_significant
 
 
-def test_one_sequence_tells_no_error_and_says_so(model, batch):
+def test_one_sequence_gives_no_error_estimate_and_a_note_says_so(model, batch):
     found = attnscale.compare(model, with_a_head(model, 0, 0, 2.0), batch[:1])
     assert not found.changed
     assert "one sequence" in " ".join(found.notes)

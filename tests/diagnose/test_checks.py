@@ -27,7 +27,7 @@ def test_the_usual_scale_gets_nothing_and_a_percent_is_measurement(heads, head_d
 
 
 @given(heads=st.integers(2, 7), head_dim=st.integers(3, 160))
-def test_the_three_classic_mistakes_are_told_apart_at_any_width(heads, head_dim):
+def test_the_three_classic_mistakes_are_distinguished_at_any_width(heads, head_dim):
     width = heads * head_dim
     for scale, dims, code in (
         (1.0, (width,), "unscaled"),

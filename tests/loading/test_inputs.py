@@ -71,7 +71,7 @@ def test_a_model_of_each_kind_runs_on_inputs_of_its_sizes(tmp_path, kind):
     assert loaded.input_description
 
 
-def test_rotary_positions_may_go_further_than_the_model_was_made_for_and_a_note_says_so(tmp_path):
+def test_rotary_positions_may_exceed_the_trained_length_with_a_note(tmp_path):
     loaded = load_model(Request(write(tmp_path, "llama"), length=80))
     assert loaded.kwargs["input_ids"].shape == (1, 80)
     assert "made for 71 tokens" in loaded.notes[0]

@@ -26,7 +26,7 @@ COVERED = {
 
 
 @pytest.mark.parametrize("name", COVERED)
-def test_intervals_cover_where_they_are_told(name):
+def test_intervals_cover_wherever_an_error_is_reported(name):
     shares, told = coverage(COVERED[name], SAMPLES)
     assert told == 1.0
     assert min(shares.values()) >= 0.87, shares
@@ -42,7 +42,7 @@ UNTOLD = {
 
 
 @pytest.mark.parametrize("name", UNTOLD)
-def test_an_error_that_rows_cannot_tell_is_nan_and_says_why(name):
+def test_an_error_that_rows_cannot_estimate_is_nan_with_a_reason(name):
     case, reason = UNTOLD[name]
     torch.manual_seed(0)
     query, key = case.operands()
@@ -61,7 +61,7 @@ def test_doubts_of_few_rows_fade_as_rows_add_up():
     assert (parts[0] + parts[1]).stderr("entropy").isfinite().all()
 
 
-def test_positions_drawn_for_each_entry_tell_their_errors():
+def test_positions_drawn_for_each_entry_have_errors_that_cover():
     # what kernels of a GPU look at
     torch.manual_seed(0)
     batch, heads, length = 16, 3, 256

@@ -37,7 +37,7 @@ def test_means_are_over_what_counts_and_each_head_has_those_of_its_key(leaves_ou
         assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
-def test_what_is_left_out_may_be_no_number():
+def test_vectors_left_out_may_be_nan():
     query, left_out = torch.ones(1, 2, 5, 4), torch.tensor([[False, True, False, False, True]])
     query[:, :, left_out[0]] = torch.nan
     assert [found.tolist() for found in mean_lengths(query, query, (left_out, left_out))] == [[2.0, 2.0]] * 2

@@ -22,12 +22,12 @@ def measured(query):
 
 
 @pytest.mark.parametrize("run", [attended, measured])
-def test_statistics_are_refused(run):
+def test_statistics_under_vmap_are_refused(run):
     with pytest.raises(InputError, match="outside torch"):
         torch.vmap(run)(torch.randn(entries, batch, heads, length, head_dim))
 
 
-def test_starts_are_mapped_over():
+def test_vmap_maps_over_starts():
     def run(tokens, starts):
         return attention_varlen(tokens, tokens, tokens, starts)
 

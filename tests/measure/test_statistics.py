@@ -29,7 +29,7 @@ def test_every_value_lies_in_the_range_that_the_catalogue_gives(stats, attribute
 
 
 @pytest.mark.parametrize("attribute", of_scores())
-def test_what_has_a_standard_error_is_known_of_each(stats, attribute):
+def test_stderr_refuses_statistics_without_a_standard_error(stats, attribute):
     if of_scores()[attribute].has_error:
         assert stats[1].stderr(attribute).shape == (3,)
     else:
@@ -50,12 +50,12 @@ def test_every_public_statistic_of_score_stats_is_in_the_catalogue():
     assert properties - {"keys", "pooled"} == set(of_scores())  # keys are of the mask, pooled is what all are told from
 
 
-def test_what_is_shown_of_a_log_is_in_the_log():
+def test_every_statistic_shown_from_a_log_is_in_the_log():
     for place in (Place.LIVE, Place.RUN, Place.MAP):
         assert all(entry.places & Place.LOG for entry in in_place(place))
 
 
-def test_no_two_have_a_heading_in_common():
+def test_no_two_statistics_share_a_heading():
     for headings in ([entry.short for entry in STATISTICS.values()], [entry.long for entry in STATISTICS.values()]):
         assert len(set(headings)) == len(headings)
 

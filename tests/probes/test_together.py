@@ -49,7 +49,7 @@ def clip_of_another_model(model):
 
 @pytest.mark.parametrize("between", [another_monitor, another_clip, clip_of_another_model])
 @pytest.mark.parametrize(("compiled", "layers"), [(whole(), 1), (each_block(), 2)])
-def test_one_that_traces_the_model_hides_nothing_from_those_with_probes(compiled, layers, between):
+def test_a_tracing_monitor_hides_nothing_from_probes(compiled, layers, between):
     found, records = trained_with_both(layers, compiled, between)
     expected, expected_records = trained_with_both(layers, eager, between)
     assert [record.step for record in records] == [0, 2, 4, 6]

@@ -53,7 +53,7 @@ def run(clips, way="eager", steps=STEPS, every=5, until=math.inf):
     return records, reports
 
 
-def test_a_run_that_no_clip_holds_is_told_to_pass_a_threshold():
+def test_an_unclipped_run_is_forecast_to_pass_a_threshold():
     free, _ = run(clips=False)
     assert any("will pass" in alarm.message for record in free for alarm in record.alarms)
     assert all(layer.crossing is not None for layer in summarise(free).layers)
@@ -68,7 +68,7 @@ def test_a_clip_that_no_longer_acts_holds_nothing():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_that_is_held_at_the_threshold_is_not_told_to_pass_one(way):
+def test_a_run_clipped_at_the_threshold_is_not_forecast_to_pass_one(way):
     held, reports = run(clips=True, way=way)
     assert any(reports)
     assert [alarm for record in held[1:] for alarm in record.alarms] == []  # the first has what the audit found
@@ -80,7 +80,7 @@ def test_a_run_that_is_held_at_the_threshold_is_not_told_to_pass_one(way):
     assert [layer.growth.rate for layer in summarise(held).layers] == [pytest.approx(math.log(GROWTH), rel=0.2)] * 2
 
 
-def test_the_record_has_what_was_taken_since_the_one_before():
+def test_a_record_multiplies_the_clip_factors_since_the_previous_record():
     records, reports = run(clips=True, steps=40, every=4)
     assert len(records) == 10
     assert all(layer.clipped == [1.0] * 3 for layer in records[0].layers.values())
@@ -94,7 +94,7 @@ def test_the_record_has_what_was_taken_since_the_one_before():
     assert min(layer.lowered for record in records for layer in record.layers.values()) < 1
 
 
-def test_a_log_keeps_what_was_taken_where_that_is_told():
+def test_a_log_keeps_the_clip_factors_of_layers_that_have_them():
     for clipped, lowered in (([0.5, 1.0], 0.5), (None, 1.0)):
         record = Record(0, 0.0, {"layer": LayerRecord(7, {"max": [3.0, 2.0]}, clipped=clipped)})
         layer = Record.from_line(record.to_line()).layers["layer"]
@@ -102,7 +102,7 @@ def test_a_log_keeps_what_was_taken_where_that_is_told():
         assert ("clipped" in json.loads(record.to_line())["layers"]["layer"]) is (clipped is not None)
 
 
-def test_what_clip_qk_took_is_told_too():
+def test_factors_of_clip_qk_are_recorded_too():
     model, records = small_model(), []
     monitor = Monitor(model, 2, None, [records.append])
     for step in range(4):

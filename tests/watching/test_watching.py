@@ -155,7 +155,7 @@ def test_a_model_in_which_nothing_was_seen_is_an_error_that_says_why(model, run,
 
 
 @pytest.mark.parametrize("rows", [0, -1, 2.5, True])
-def test_rows_that_make_no_sense(rows):
+def test_invalid_rows_are_refused(rows):
     with pytest.raises(AttnscaleError, match="whole number"), attnscale.watch(nn.Linear(1, 1), rows=rows):
         pass
 
