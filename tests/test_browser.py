@@ -12,7 +12,7 @@ import pytest
         ("<script>alert(1)</script>", "a dialog: 1"),
     ],
 )
-def test_what_a_page_fetches_or_complains_of_is_noticed(open_page, tmp_path, body, complaint):
+def test_requests_and_errors_of_a_page_are_detected(open_page, tmp_path, body, complaint):
     path = tmp_path / "page.html"
     path.write_text(f"<!doctype html><link rel=icon href='data:,'>{body}", encoding="utf-8")
     open_page(path).wait_for_load_state("networkidle")

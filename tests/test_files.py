@@ -17,7 +17,7 @@ def test_a_link_is_followed_and_stays_a_link(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with a name")
-def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
+def test_a_named_pipe_is_written_to_and_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

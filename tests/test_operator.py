@@ -202,7 +202,7 @@ def test_gradients_are_right(mask, softcap):
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7])
-def test_a_scale_that_is_not_above_zero_hides_what_is_hidden(scale):
+def test_hidden_keys_stay_hidden_under_a_scale_of_zero_or_below(scale):
     """SDPA's kernel for CPUs gives NaN with its causal flag, in torch 2.11 to 2.13: it hides before it scales."""
     inputs = [torch.randn(batch, heads, q_len, head_dim, requires_grad=True) for _ in range(3)]
     expected = F.scaled_dot_product_attention(*inputs, torch.ones(q_len, q_len, dtype=torch.bool).tril(), scale=scale)

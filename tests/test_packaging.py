@@ -92,7 +92,7 @@ def test_the_version_stands_in_one_place():
     assert cited[1] == attnscale.__version__
 
 
-def test_a_missing_package_is_told_with_the_extra_that_brings_it(monkeypatch):
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(monkeypatch):
     monkeypatch.setitem(EXTRAS, "report", ("no_such_package",))
     sentence = (
         r"A report needs the package no_such_package, which is not installed: pip install 'attnscale\[report\]'\."

@@ -71,7 +71,7 @@ def run(folder, *arguments):
     return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, encoding="utf-8", check=False)
 
 
-def test_what_is_installed_is_what_was_asked_for(environment):
+def test_the_installed_versions_are_the_requested_ones(environment):
     folder, which = environment
     names = [each.name for each in ranges()]
     code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names}}}))"

@@ -120,7 +120,7 @@ def test_an_audit_knows_what_was_folded_into_the_weights():
         assert attnscale.audit(found, *inputs).layers["attention"].declared.folded == pytest.approx(31**-0.5)
 
 
-def test_what_is_folded_at_several_depths_of_one_module_is_folded_once():
+def test_a_scale_of_a_module_with_several_depths_is_folded_once():
     model, inputs = ENTRIES["structures.Shared"].build()
     attnscale.rescale_(model, 0.5 * 11**-0.5, inputs)
     assert attnscale.audit(model, *inputs).layers["block.attention[0]"].declared.folded == pytest.approx(0.5)

@@ -84,7 +84,7 @@ def test_warnings_alone_are_no_errors():
     assert checked.conclusion.startswith("No errors, but a warning: in layers.0, the scores of a row lie so far")
 
 
-def test_a_layer_is_called_what_was_found_else_what_its_heads_are():
+def test_the_verdict_of_a_layer_is_its_finding_or_the_state_of_its_heads():
     layer: Layer = check_model(Request(f"{BROKEN}unscaled")).audit.layers["layers.0"]
     assert line_of(layer, []).verdict_text == "sharp"
     assert line_of(layer, [finding("layers.0", "unscaled", "error")]).verdict_text == "unscaled"

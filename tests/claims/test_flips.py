@@ -88,13 +88,13 @@ FLIPS = [
 
 
 @pytest.mark.parametrize(("name", "where", "what", "instead", "then"), FLIPS)
-def test_a_verdict_flips_when_what_is_computed_does(monkeypatch, name, where, what, instead, then):
+def test_a_verdict_flips_when_the_computed_value_does(monkeypatch, name, where, what, instead, then):
     assert recorded()[name] != then
     monkeypatch.setattr(where, what, instead)
     assert ledger([name])[0].verdict == then
 
 
-def test_what_is_drawn_has_the_variance_it_was_drawn_with():
+def test_drawn_and_enumerated_components_have_the_stated_variance():
     assert computations.agrees(computations.drawn_spread(7), 7**0.5)
     assert not computations.agrees(computations.drawn_spread(7), 8**0.5)
     assert computations.enumerated_variance((-1.0, 1.0), 11) == pytest.approx(11)

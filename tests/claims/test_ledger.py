@@ -115,7 +115,7 @@ def test_some_claims_can_be_asked_for_and_an_unknown_one_is_named():
 # The command
 
 
-def test_the_terminal_prints_ids_and_arithmetic_apart(known_claims):
+def test_the_terminal_prints_ids_and_counts_arithmetic_separately(known_claims):
     shown = CliRunner().invoke(app, ["claims"], env={"COLUMNS": "140"}).output
     assert "gradient-flow" in shown
     of_the_tutorial = shown[shown.index("real-head-dims") :]

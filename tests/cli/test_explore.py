@@ -15,7 +15,7 @@ def opened(monkeypatch):
     return addresses
 
 
-def test_it_writes_the_page_and_opens_it_as_a_file(opened, tmp_path):
+def test_explore_writes_the_page_and_opens_it_as_a_file(opened, tmp_path):
     out = tmp_path / "a new folder" / "ä #1.html"
     result = run("explore", "--out", out, "--json")
     assert json.loads(result.stdout) == {"page": str(out), "address": out.as_uri(), "opened": True}

@@ -24,7 +24,7 @@ def log(tmp_path):
     return path
 
 
-def test_it_prints_growth_alarms_and_when_a_threshold_will_be_passed(log):
+def test_watch_log_prints_growth_alarms_and_a_forecast(log):
     result = in_a_process("watch-log", str(log))
     assert result.returncode == 0, result.stderr
     table = result.stdout.split("note exploding")[0]
@@ -38,7 +38,7 @@ def test_it_prints_growth_alarms_and_when_a_threshold_will_be_passed(log):
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-def test_its_json_is_the_run(log):
+def test_watch_log_prints_the_run_as_json(log):
     plain = json.loads(run("watch-log", str(log), "--json").stdout)
     assert (plain["first_step"], plain["last_step"], plain["records"], plain["worst"]) == (0, 950, 20, "note")
     assert plain["layers"][1]["crossing"]["step"] == pytest.approx(1128, abs=1)
@@ -65,7 +65,7 @@ def test_a_file_that_is_no_log_ends_with_status_two_and_one_sentence(tmp_path, c
     assert "Traceback" not in result.stderr
 
 
-def test_it_writes_a_report_that_says_what_the_terminal_says(log, tmp_path):
+def test_watch_log_writes_a_report_that_agrees_with_the_terminal(log, tmp_path):
     path = tmp_path / "new" / "report.html"
     result = run("watch-log", str(log), "--html", str(path))
     assert result.returncode == 0, result.stderr

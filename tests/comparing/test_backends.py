@@ -47,7 +47,7 @@ def test_a_reference_that_ignores_the_scale_is_named_instead():
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_a_missing_causal_term_and_padding_that_is_seen_are_told_apart(make):
+def test_a_missing_causal_mask_and_visible_padding_are_different_findings(make):
     found = attnscale.compare_backends(make(), padded(), ("eager", "sdpa", "without_a_mask"))
     assert {row.backend for row in found.differing} == {"without_a_mask"}
     first = found.first.layer

@@ -62,7 +62,7 @@ def test_the_usual_names_are_read_as_numbers_or_tensors_of_one(attributes):
 
 
 @pytest.mark.parametrize("value", [None, True, 1.0, 0.0, -0.25, math.nan, "sum", torch.ones(3), nn.Linear(2, 2)])
-def test_what_cannot_be_a_scale_says_nothing(value):
+def test_a_value_that_cannot_be_a_scale_declares_nothing(value):
     found = said(16, scale=value)
     assert (found.scale, found.scale_authority) == (None, Authority.NONE)
 
@@ -174,7 +174,7 @@ def test_fields_that_cap_the_scores(read, fields, source):
 
 
 @pytest.mark.parametrize("value", [False, None, "qwen3", nn.LayerNorm(4)])
-def test_what_is_no_flag_asks_for_no_norm(value):
+def test_a_value_that_is_no_flag_requests_no_norm(value):
     assert not configured(16, use_qk_norm=value).qk_norm
     assert not said(16, qk_norm=value).qk_norm
 

@@ -107,7 +107,7 @@ def test_half_precision_is_measured_to_two_percent():
 
 
 @given(head_dim=DIMS, gain=st.floats(0.1, 3.0))
-def test_a_scale_folded_into_the_query_is_told_from_one_that_is_missing(head_dim, gain):
+def test_a_scale_folded_into_the_query_is_not_a_missing_scale(head_dim, gain):
     # T5 draws the query's projection smaller by √d_k, and multiplies by nothing
     folded = random_layer(head_dim=head_dim, length=7, scale=1.0, query_std=head_dim**-0.5)
     missing = random_layer(head_dim=head_dim, length=7, scale=1.0, query_std=gain, key_std=gain)

@@ -225,7 +225,7 @@ def test_a_sampled_maximum_is_bracketed():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_scores_that_are_no_numbers_are_an_error_and_nothing_else_is_said(value):
+def test_non_finite_scores_are_the_only_error_of_their_layer(value):
     query = torch.randn(1, 2, 5, 7)
     query[0, 1, 2, 3] = value
     findings = diagnose({"a": layer_of(query, torch.randn(1, 2, 6, 7), 1.0)}, trained=True).findings
@@ -233,7 +233,7 @@ def test_scores_that_are_no_numbers_are_an_error_and_nothing_else_is_said(value)
     assert (findings[0].severity, findings[0].message[:14]) == ("error", "1 of 2 heads h")
 
 
-def test_sharp_heads_of_a_healthy_published_model_are_notes_and_told_apart_from_dead_ones():
+def test_sharp_heads_of_a_healthy_published_model_are_notes_unlike_dead_heads():
     model, tokens = rxnfp()
     assert {finding.severity for finding in audit(model, tokens).findings} == {"note"}
     found = audit(model, tokens, loss=lambda out: out.pooler_output.square().mean())

@@ -124,7 +124,7 @@ def computed_for_a_kernel(model, query, key, value):
 
 
 @pytest.mark.parametrize("attend", [computed_temperature, computed_for_a_kernel])
-def test_a_multiplier_that_is_computed_from_activations_is_not_judged_and_nothing_found_is_not_said(attend):
+def test_a_multiplier_computed_from_activations_is_not_judged(attend):
     found = audit(Attention(attend), torch.randn(2, 13, 22))
     assert found.findings == []
     assert "its multiplier is computed from activations" in " ".join(found.unchecked)

@@ -100,7 +100,7 @@ def test_the_table_fits_a_terminal_and_json(tensors):
 
 
 @pytest.mark.parametrize("shape", [(17, 11), (3, 17, 11)])
-def test_tensors_without_a_batch_are_taken(shape):
+def test_tensors_without_a_batch_are_accepted(shape):
     assert what_if(torch.randn(shape), torch.randn(shape))["calibrated"].spread == pytest.approx(1.0, rel=0.1)
 
 

@@ -99,7 +99,7 @@ def test_one_file_of_weights_is_run_from_disk_and_leaves_nothing_behind(tmp_path
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_what_cannot_run_from_disk_is_refused(bert, without_memory, monkeypatch):
+def test_a_model_that_cannot_run_from_disk_is_refused(bert, without_memory, monkeypatch):
     without_memory()
     hide(monkeypatch, "accelerate")
     with pytest.raises(ModelError, match=r"needs the package accelerate: pip install 'attnscale\[hf\]'"):

@@ -121,7 +121,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_model_is_refused_in_one_sentence_and_not_run(bert, case, monkeypatch):
+def test_a_file_that_is_no_model_is_refused_in_one_sentence_and_not_run(bert, case, monkeypatch):
     monkeypatch.chdir(bert)
     spoil, sentence = REFUSED[case]
     with pytest.raises(ModelError, match=sentence) as caught:

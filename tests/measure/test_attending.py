@@ -59,7 +59,7 @@ def test_one_pass_gives_the_output_of_attention_and_the_statistics(options, dtyp
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_its_gradients_are_those_of_sdpa(is_causal):
+def test_gradients_with_statistics_are_those_of_sdpa(is_causal):
     tensors = qkv(grad=True)
     output, stats = attention_with_stats(*tensors, is_causal=is_causal, enable_gqa=True)
     expected = F.scaled_dot_product_attention(*tensors, is_causal=is_causal, enable_gqa=True)

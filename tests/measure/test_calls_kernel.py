@@ -154,7 +154,7 @@ def test_a_probe_of_written_scores_fills_a_buffer(leaves_rows_out, softcap):
     assert found.stats.rows.tolist() == [rows] * heads
 
 
-def test_a_probe_leaves_to_others_what_has_few_rows():
+def test_a_probe_returns_none_for_few_rows():
     call = call_of(Visibility(), 5)
     nothing = torch.empty(0)
     assert sampled.probe(call.query, call.key, None, None, False, False, 0.3, 64, nothing, nothing) is None

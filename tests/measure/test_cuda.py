@@ -107,7 +107,7 @@ def test_sampling_leaves_output_and_gradients_as_they_are_and_brackets_the_maxim
     assert (stats.max_bound <= exact.max + math.log(kv_len) + 1e-3).all()
 
 
-def test_a_captured_graph_keeps_its_sample_whatever_is_drawn_after_it():
+def test_a_captured_graph_keeps_its_sample_after_later_draws():
     query, key, value = qkv(torch.bfloat16, 64)
     for _ in range(2):
         attention_with_stats(query, key, value, is_causal=True, rows=32)

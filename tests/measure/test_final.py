@@ -62,7 +62,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 @every(measured)
-def test_what_is_written_to_query_and_key_afterwards_is_not_read(device, way, rows, write):
+def test_later_writes_to_query_and_key_do_not_change_statistics(device, way, rows, write):
     tensors = qkv(device)
     stats, same = (_seeded(way, tensors, rows) for _ in range(2))
     wanted = shown(same)
@@ -151,7 +151,7 @@ def test_autocast_changes_nothing_where_everything_is_bfloat16_already(device, r
 
 
 @on_gpu
-def test_float32_is_measured_the_same_whatever_torch_allows_its_own_products(device):
+def test_float32_is_measured_the_same_under_any_matmul_precision_of_torch(device):
     tensors = qkv(device)
     wanted = shown(attention_with_stats(*tensors)[1])
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -99,7 +99,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("case", MASKS)
-def test_what_a_mask_hides_stays_hidden_once_it_is_said_by_infinity(case):
+def test_keys_hidden_by_numbers_stay_hidden_by_infinity(case):
     values, expected = MASKS[case]
     mask = torch.tensor(values)
     assert shown_by(mask).tolist() == expected

@@ -57,7 +57,7 @@ def test_heads_over_the_limit_have_their_largest_score(name, softcap):
     assert (largest[~over] <= limit).all()
 
 
-def test_it_is_lifted_and_never_lowered():
+def test_a_maximum_is_raised_and_never_lowered():
     call, largest = made("causal"), torch.tensor([1e3, -torch.inf, 1e3, -torch.inf])
     raise_largest_(largest, torch.tensor(0.1), torch.zeros(()), call)
     assert largest[0] == largest[2] == 1e3

@@ -24,7 +24,7 @@ def expected(vectors, group, left_out=None):
 @pytest.mark.parametrize("keys", [6, 2])
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_adds_squares_numbers_and_longest_of_two_calls(keys, hides, dtype):
+def test_lengths_of_two_calls_add_up(keys, hides, dtype):
     generator, sums = torch.Generator().manual_seed(0), torch.zeros(2, 3, HEADS, dtype=torch.float64)
     wanted = torch.zeros_like(sums)
     for _ in range(2):

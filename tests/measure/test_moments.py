@@ -33,7 +33,7 @@ def test_moments_are_those_of_the_full_matrix(kv_heads, q_len, kv_len, is_causal
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_shifts_of_whole_rows_do_not_swallow_what_lies_within_them(is_causal):
+def test_shifts_of_whole_rows_do_not_hide_the_spread_within_rows(is_causal):
     query, key = torch.randn(2, 3, 211, 13), torch.randn(2, 3, 211, 13)
     whole = score_moments(query, key, is_causal=is_causal).variance_within_rows
     shifted = score_moments(query, key + 100.0, is_causal=is_causal)
@@ -90,7 +90,7 @@ def test_scores_that_there_are_none_of_have_no_mean(batch, kv_len, options):
         torch.testing.assert_close(merged.variance, some.variance)
 
 
-def test_a_mask_or_soft_cap_is_passed_over_and_said_so():
+def test_a_mask_or_soft_cap_is_ignored_with_a_note():
     query, key = torch.randn(2, 3, 23, 8), torch.randn(2, 3, 29, 8)
     mask = torch.rand(23, 29) < 0.5
     for options, obstacle in (({"attn_mask": mask}, "mask"), ({"softcap": 0.7}, "soft-cap")):

@@ -91,7 +91,7 @@ def test_the_operator_passes_opcheck_and_its_fake_has_the_strides_of_the_real_on
 
 
 @on_gpu
-def test_it_compiles_in_one_graph_with_its_gradients(device):
+def test_statistics_and_gradients_compile_in_one_graph(device):
     def run(query, key, value):
         output, stats = attention_with_stats(query * 1.5, key, value, scale=0.3, is_causal=True, enable_gqa=True)
         return output.square().sum(), stats.entropy, score_stats(query, key, is_causal=True, enable_gqa=True).entropy

@@ -61,6 +61,6 @@ def test_no_two_statistics_share_a_heading():
 
 
 @pytest.mark.parametrize(("name", "whole"), [("spread", 3.0), ("max", 5.0), ("rows", 6.0)])
-def test_heads_become_one_number_without_those_of_which_nothing_is_known(name, whole):
+def test_a_number_over_heads_leaves_out_unknown_heads(name, whole):
     assert STATISTICS[name].over_heads([1.0, math.nan, 5.0]) == whole
     assert math.isnan(STATISTICS[name].over_heads([math.nan]))

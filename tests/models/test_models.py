@@ -83,7 +83,7 @@ def test_bad_sizes_get_one_sentence():
 # The bundled model
 
 
-def test_it_reaches_the_loss_its_file_records_on_text_it_was_not_trained_on():
+def test_the_bundled_model_reaches_its_recorded_loss_on_other_text():
     model, tokens = load_bundled()
     loss = runpy.run_path(str(TRAINING))["loss"](model, split(default_text())[1][:5140])
     about = about_bundled()

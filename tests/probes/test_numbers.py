@@ -209,7 +209,7 @@ def test_the_gradient_of_a_shared_key_is_the_one_that_autograd_finds():
     assert records[0].layers["blocks.0"].numbers["key_gradient"] == pytest.approx(lengths.tolist(), rel=1e-4)
 
 
-def test_copies_of_a_key_that_stand_apart_share_its_gradient():
+def test_separate_copies_of_a_key_share_its_gradient():
     def copied_in_turns(query, key, value):
         key, value = (part.repeat(1, 2, 1, 1) for part in (key, value))
         return F.scaled_dot_product_attention(query, key, value)

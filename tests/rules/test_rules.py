@@ -129,7 +129,7 @@ def test_zero_vectors_stay_finite(name):
 
 
 @pytest.mark.parametrize("shape", [(40, 16), (3, 40, 16), (2, 3, 40, 16), (2, 2, 3, 40, 16)])
-def test_calibrated_gives_every_head_unit_variance_whatever_the_means(shape):
+def test_calibrated_gives_every_head_unit_variance_for_any_means(shape):
     query = torch.randn(shape) * 3 + 2
     key = torch.randn(*shape[:-2], 50, 16) * 0.2 + 30  # a mean far above the spread: no cancellation may show
     found = scores(rules.calibrated(query, key))

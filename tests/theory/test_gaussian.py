@@ -88,7 +88,7 @@ def test_quantities_are_monotone_and_both_ways_of_summing_agree_where_one_takes_
         assert getattr(below, name) == pytest.approx(getattr(above, name), rel=1e-7)
 
 
-def test_past_critical_spread_what_is_left_falls_as_one_over_the_spread_however_wide():
+def test_past_the_critical_spread_entropy_and_gradient_fall_as_one_over_the_spread():
     near, far, absurd = (expected_softmax(spread, 1024) for spread in (1e3, 2e3, 1e9))
     for name in ("entropy", "jacobian_trace"):
         assert getattr(far, name) == pytest.approx(getattr(near, name) / 2, rel=2e-3)

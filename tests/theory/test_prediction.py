@@ -77,7 +77,7 @@ def test_the_spread_of_a_fresh_layer_is_the_predicted_one(layer, heads, settings
         assert prediction["inverse_sqrt"].spread == pytest.approx(spread)
 
 
-def test_the_calibrated_scale_gives_unit_spread_whatever_the_initialisation():
+def test_the_calibrated_scale_gives_unit_spread_at_any_initialisation():
     unscaled = predict(768, 12, 1024, initialisation="xavier")["unscaled"]
     assert unscaled.spread == pytest.approx(8.0)
     assert unscaled.softmax == expected_softmax(unscaled.spread, 1024)

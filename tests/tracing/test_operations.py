@@ -28,7 +28,7 @@ def test_no_reader_waits_for_an_operation_that_arrives_in_parts():
         assert any(not each.is_composite or each.fused_on for each in traits), f"{name} is decomposed"
 
 
-def test_an_operation_that_nobody_knows_is_followed_where_it_keeps_the_shape():
+def test_an_unknown_operation_that_keeps_the_shape_is_followed():
     tracer = Tracer(Lineage(), lambda: ("",), lambda scores, node, axis, by="": None)
     x = torch.randn(2, 3)
     tracer.lineage.write(x, Node((2, 3), learned=True))

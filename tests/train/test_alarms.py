@@ -108,7 +108,7 @@ def test_a_number_that_wavers_about_a_limit_raises_one_alarm():
         ({"query_norm": 800.0, "clipped": [0.1]}, "apply it at every step"),
     ],
 )
-def test_the_advice_fits_what_moved_and_what_is_there(moved, advice):
+def test_the_advice_fits_the_factor_that_grew_and_the_measures_in_use(moved, advice):
     ((_, alarm),) = raised([layer(5.0), layer(1200.0, **moved)])
     assert advice in alarm.advice
     assert not ("softcap" in moved and "add a soft-cap" in alarm.advice)

@@ -140,7 +140,7 @@ def test_state_survives_a_checkpoint_by_way_of_json():
     second.close()
 
 
-def test_an_alarm_is_raised_once_and_again_when_it_comes_back_and_the_log_counts_what_repeats_it(caplog):
+def test_an_alarm_is_raised_once_and_again_when_it_returns_and_repeats_are_counted(caplog):
     model, raised = small_model(), []
     weights = copy.deepcopy(model.state_dict())
     monitor = Monitor(model, every=1, on_alarm=raised.append)
@@ -190,7 +190,7 @@ def test_scores_that_are_nan_raise_an_error_and_are_null_in_the_log():
     assert math.isnan(again.layers[LAYERS[0]].numbers["spread"][0])
 
 
-def test_a_step_without_attention_is_told_once_and_not_recorded():
+def test_a_step_without_attention_gives_one_warning_and_no_record():
     model, records = small_model(), []
     monitor = Monitor(model, every=1, sinks=[records.append])
     with pytest.warns(NotRecordedWarning, match="no module of it was called"):

@@ -121,7 +121,7 @@ def runs_now(run):
 
 @pytest.mark.parametrize("again", [None, False], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("begin", [attends_now, runs_now])
-def test_a_module_that_begins_to_attend_is_told_and_recorded_from_the_next_step_on(begin, again):
+def test_a_module_that_begins_to_attend_gives_a_warning_and_is_recorded_from_the_next_step(begin, again):
     run = Run(again)
     run.model.towers[1].attends, run.model.used = begin is runs_now, (0,) if begin is runs_now else (0, 1)
     for _ in range(2):

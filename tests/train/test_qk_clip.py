@@ -90,7 +90,7 @@ def test_heads_that_never_pass_keep_their_weights_to_the_last_bit(way, steps):
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), clipped.parameters(), strict=True))
 
 
-def test_it_is_attached_to_an_optimiser_and_taken_off_again():
+def test_a_clip_is_attached_to_an_optimiser_and_removed():
     model, other = made(), made()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     with QKClip(model, 2.0) as clip, QKClip(other, 2.0) as beside:
@@ -207,7 +207,7 @@ class Captured(Attention):
         return self.attend(query, key, self.value(x), enable_gqa=True)
 
 
-def test_a_model_that_attends_where_nobody_looks_is_told_and_clipped_from_outside():
+def test_sdpa_under_an_own_name_gives_a_warning_and_is_clipped_by_traces():
     model = made(Captured)
     with pytest.warns(NotInsideWarning, match="SDPA by a name of its own"):
         clip, reports = with_clip(model, 2.0, 7)
@@ -228,7 +228,7 @@ def mixed():
 
 @pytest.mark.parametrize("make", [lambda: made(Biased), mixed])
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
-def test_a_model_with_attention_that_takes_no_probe_is_traced_at_every_step_and_that_is_told_once(make, way):
+def test_a_model_in_which_no_probe_fits_is_traced_at_every_step_with_one_warning(make, way):
     threshold = between(highest(make()))
     expected, model = make(), make()
     told = by_hand(expected, threshold)

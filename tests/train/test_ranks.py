@@ -82,7 +82,7 @@ def after_one_stops(folder, world, how, who):
 
 
 @pytest.mark.parametrize(("world", "how"), [(2, "stopped"), (3, "killed"), (3, "stopped")])
-def test_a_rank_that_stops_answering_is_left_out_and_told_of(tmp_path, world, how):
+def test_a_rank_that_stops_answering_is_left_out_with_a_warning(tmp_path, world, how):
     told = after_one_stops(tmp_path, world, how, who=1)
     records = read_log(tmp_path / "scores.jsonl").records
     assert [(record.step, record.ranks) for record in records] == [(0, world), (1, world - 1), (2, world - 1)]
@@ -128,7 +128,7 @@ def found(made_once):
         ("sees_nothing", [2, 2, 2, 2, 2, 2, 2]),
     ],
 )
-def test_ranks_at_different_steps_are_not_merged_and_told_of_once(found, case, ranks):
+def test_ranks_at_different_steps_are_not_merged_with_one_warning(found, case, ranks):
     records, told = found[0][case]
     assert records == [[step, number] for step, number in enumerate(ranks)]
     mismatches = [sentence for sentence in told if "only measurements of the same step are merged" in sentence.lower()]

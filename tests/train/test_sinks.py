@@ -164,14 +164,14 @@ def test_a_new_sink_is_one_class_and_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["wandb:project", "table:wide", "tensorboard:", "tensorboard", "scores.csv", "x:y"])
-def test_a_sink_that_is_none_is_told_every_way_to_name_one(given):
+def test_an_invalid_sink_is_refused_with_every_way_to_name_one(given):
     with pytest.raises(SettingError) as told:
         sink_from(given)
     assert all(repr(written) in str(told.value) for written in SINKS)
     assert str(told.value).endswith(f"got {given!r}.")
 
 
-def test_a_path_is_a_log_whatever_it_is_called(tmp_path):
+def test_a_path_with_any_ending_is_a_log(tmp_path):
     assert sink_from(tmp_path / "table").path == tmp_path / "table"
     assert sink_from("wandb.jsonl").path.name == "wandb.jsonl"
 

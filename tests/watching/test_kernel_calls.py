@@ -65,12 +65,12 @@ def test_a_call_is_measured_before_the_next_layer_overwrites_a_shared_cache():
         torch.testing.assert_close(shared.stats.max, own.stats.max)
 
 
-def test_layers_are_in_the_order_they_ran_whatever_computes_them():
+def test_layers_are_in_the_order_in_which_they_ran():
     model = made(Attends, Written, Attends, Written)
     assert list(seen_of(model).layers) == ["0", "1", "2", "3"]
 
 
-def test_what_has_run_can_be_read_while_the_model_runs_and_after_an_error():
+def test_finished_layers_can_be_read_during_a_run_and_after_an_error():
     def fail(*_):
         assert list(seen.layers) == ["0", "1"]
         raise RuntimeError("on purpose")
@@ -104,7 +104,7 @@ def test_a_mode_of_functions_sees_the_model_alone():
     assert not {torch.bmm, torch.amax, torch.exp2}.intersection(told)
 
 
-def test_one_call_that_cannot_be_measured_is_told_and_leaves_the_others(monkeypatch):
+def test_one_call_that_cannot_be_measured_gives_a_warning_and_leaves_the_others(monkeypatch):
     plain = KernelCall.measure
 
     def measure(self, *args, **kwargs):
@@ -123,7 +123,7 @@ def test_one_call_that_cannot_be_measured_is_told_and_leaves_the_others(monkeypa
 @pytest.mark.parametrize(
     ("what", "undefined"), [("key", True), ("query", True), ("value", False), ("nothing", False), ("mask", False)]
 )
-def test_weights_that_are_no_numbers_are_told(what, undefined):
+def test_nan_weights_give_a_warning(what, undefined):
     """Also where rows see nothing, which SDPA makes zeros of; values that are infinite are not the softmax's doing."""
 
     class Odd(Attends):

@@ -117,7 +117,7 @@ def ten_thousand(scores, hidden):
 @pytest.mark.parametrize("hide", [infinite, lowest, ten_thousand])
 @pytest.mark.parametrize("window", [LONGEST, 2])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_rows_from_which_every_key_is_hidden_are_padding_by_whatever_number(hide, window, side):
+def test_rows_with_all_keys_hidden_by_any_number_are_padding(hide, window, side):
     """Causal rows before the first token, and rows with a window after the last token."""
 
     def in_window(scores, hidden):

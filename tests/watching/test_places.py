@@ -67,7 +67,7 @@ def test_every_depth_has_the_numbers_of_a_module_of_its_own():
 
 @pytest.mark.filterwarnings("default")  # reentrant checkpointing shows no gradients, and that is told
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_depths_are_the_same_at_every_step_whatever_is_recomputed(reentrant):
+def test_depths_are_the_same_at_every_step_with_recomputation(reentrant):
     class Recomputed(Runs):
         def forward(self, x):
             for _ in range(2):
@@ -104,7 +104,7 @@ def test_two_attentions_of_one_module_are_two_though_one_module_is_the_softmax_o
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["plain", "capped"])
-def test_two_attentions_of_one_module_are_two_by_whatever_operator(options):
+def test_two_attentions_of_one_module_are_two_layers_with_any_operator(options):
     class Two(SelfAttention):
         def forward(self, x):
             query, key, value = self.project(x)

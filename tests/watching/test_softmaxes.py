@@ -101,7 +101,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("mix", [stacked, stacked_last, in_one_weight, summed, largest_two, dispatched])
-def test_a_router_and_a_loss_are_not_told_of_as_attention(mix):
+def test_a_router_and_a_loss_give_no_warning_of_missed_attention(mix):
     model, x = Routed(mix), torch.randn(2, 7, 33)
     with attnscale.watch(model) as seen:
         model(x)
@@ -175,7 +175,7 @@ class Additive(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Synthesizer, Additive])
-def test_weights_of_no_product_that_mix_a_sequence_are_told_of(kind):
+def test_weights_without_a_product_that_mix_a_sequence_give_a_warning(kind):
     model = nn.Sequential(Plain(33, 3), kind())
     with pytest.warns(NotFollowedWarning, match="1 modules are left out"), attnscale.watch(model) as seen:
         model(torch.randn(2, 7, 33))

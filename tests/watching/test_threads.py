@@ -104,7 +104,7 @@ def test_a_monitor_closed_by_another_thread_leaves_no_mode_behind():
     assert not nn.modules.module._global_forward_hooks
 
 
-def test_a_model_that_ran_on_another_thread_alone_is_told_of():
+def test_a_model_that_ran_only_on_another_thread_gives_a_warning():
     model = small_model()
     with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="on another thread"), attnscale.watch(model):
         pool.submit(model, batch()[:, :-1]).result()

@@ -211,7 +211,7 @@ def doubled():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_operation_with_a_kernel_of_its_own_is_not_taken_apart(doubled, mode):
+def test_an_operation_with_its_own_kernel_is_not_decomposed(doubled, mode):
     class Doubling(Plain):
         def forward(self, x):
             return super().forward(doubled(x))

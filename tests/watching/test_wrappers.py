@@ -94,7 +94,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_what_a_wrapped_module_says_of_its_scale_is_found_and_changed(name):
+def test_the_scale_attribute_of_a_wrapped_module_is_found_and_changed(name):
     model, x = WRAPPERS[name](Model()), torch.randn(1, 5, 24)
     with torch.no_grad():
         layers = attnscale.audit(model, x).layers
@@ -125,7 +125,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize(("first", "second"), [("block", "_orig_mod"), ("", "module")])
-def test_a_name_that_a_wrapper_uses_is_kept_where_it_tells_layers_apart(first, second):
+def test_a_wrapper_name_is_kept_where_it_distinguishes_layers(first, second):
     with attnscale.watch(model := Named(first, second)) as seen:
         model(torch.randn(1, 5, 24))
     assert list(seen.layers) == ["block.attention", f"{model.second}.attention"]
