@@ -144,10 +144,11 @@ def test_within_a_step_the_latest_loss_and_rate_count_and_for_that_step_only(lea
 
 
 def test_the_loss_of_a_step_that_is_not_sampled_is_not_read(learning):
-    _, monitor, _ = learning
+    _, monitor, records = learning
     monitor.steps = 1
     monitor.cancel()
-    monitor.step(loss="which would be no number", lr=0.1)
+    monitor.step(loss="not a number", lr=0.1)
+    assert (monitor.steps, records) == (2, [])
 
 
 def test_a_log_distinguishes_a_loss_that_was_nan_from_one_that_was_not_given():
